@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Place tensors in one flat buffer so that no block is split between two ranks.
+
+Every size and offset is in elements, not bytes. The buffer is ``world_size * shard_numel`` long and
+rank ``i`` owns ``[i * shard_numel, (i + 1) * shard_numel)``. The goal, and the three orders that are
+tried first, are those of arXiv:2602.22437 (veScale-FSDP); the search is our own.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vescale.fsdp.shard_search import search_layout
+from vescale.fsdp.validate import validate_plan
+
+__all__ = ["Plan", "Request", "plan", "validate_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One tensor to place: ``numel`` elements, kept whole in runs of ``block``.
+
+    A ``block`` larger than ``numel`` counts as ``numel``: the tensor is never cut. Where ``block``
+    does not divide ``numel``, only the last block is short. ``numel`` may be 0.
+    """
+
+    fqn: str
+    numel: int
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("numel", 0), ("block", 1)):
+            value = _index(getattr(self, name), f"{self.fqn}: {name}", least)
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where each request starts in the buffer, and how long every rank's shard is.
+
+    ``offsets[i]`` is the start of ``requests[i]`` in the buffer (0 for an empty tensor, which lies
+    nowhere). ``shard_numel`` is a multiple of ``align``, and 0 only where every tensor is empty.
+    """
+
+    requests: tuple[Request, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+    align: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors together."""
+        return sum(request.numel for request in self.requests)
+
+    @property
+    def buffer_numel(self) -> int:
+        """Elements of the whole buffer."""
+        return self.world_size * self.shard_numel
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the buffer that belong to no tensor."""
+        return self.buffer_numel - self.numel
+
+    @property
+    def padding(self) -> float:
+        """``padding_numel / numel``; 0.0 where every tensor is empty."""
+        return self.padding_numel / self.numel if self.numel else 0.0
+
+    def local_range(self, index: int, rank: int) -> tuple[int, int, int]:
+        """Return ``(start_in_tensor, start_in_shard, numel)`` of tensor ``index`` on ``rank``.
+
+        With ``numel == 0`` the rank holds nothing of the tensor, and both starts are clamped into
+        the tensor and the shard. Raises IndexError for a rank outside ``[0, world_size)``.
+        """
+        if not 0 <= rank < self.world_size:
+            raise IndexError(
+                f"rank={rank} is outside [0, {self.world_size}); pass a rank of the plan."
+            )
+        numel, shard = self.requests[index].numel, self.shard_numel
+        start = rank * shard - self.offsets[index]  # of the shard, in the tensor
+        begin = min(max(start, 0), numel)
+        end = min(max(start + shard, 0), numel)
+        return begin, min(max(-start, 0), shard), end - begin
+
+    def shard_sizes(self, index: int) -> tuple[int, ...]:
+        """Return how many elements of tensor ``index`` each rank holds: [world_size]."""
+        return tuple(self.local_range(index, rank)[2] for rank in range(self.world_size))
+
+
+def plan(requests: Sequence[Request], world_size: int, *, align: int = 1) -> Plan:
+    """Return a valid plan with equal shards whose size the search made as small as it could.
+
+    Every shard's size is a multiple of ``align`` elements. The plan depends on ``world_size``,
+    ``align`` and the sizes only, so all ranks compute the same one; equal groups are planned once.
+    Raises TypeError or ValueError for sizes that are no positive integers.
+    """
+    world_size = _index(world_size, "world_size", 1)
+    align = _index(align, "align", 1)
+    requests = tuple(requests)
+    sizes = tuple((r.numel, max(1, min(r.block, r.numel))) for r in requests)
+    offsets, shard_numel = _layout(sizes, world_size, align)
+    return Plan(requests, offsets, shard_numel, world_size, align)
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    sizes: tuple[tuple[int, int], ...], world_size: int, align: int
+) -> tuple[tuple[int, ...], int]:
+    kept = [i for i, (numel, _) in enumerate(sizes) if numel]
+    offsets = [0] * len(sizes)
+    shard_numel = 0
+    if kept:
+        starts, shard_numel = search_layout([sizes[i] for i in kept], world_size, align)
+        for i, start in zip(kept, starts, strict=True):
+            offsets[i] = start
+    requests = tuple(Request(str(i), *size) for i, size in enumerate(sizes))
+    validate_plan(Plan(requests, tuple(offsets), shard_numel, world_size, align))
+    return tuple(offsets), shard_numel
+
+
+def _index(value: int, name: str, least: int) -> int:
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is no integer; pass a count of elements.") from None
+    if value < least:
+        raise ValueError(f"{name}={value} is below {least}; pass an integer of at least {least}.")
+    return value
