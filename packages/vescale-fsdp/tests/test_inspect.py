@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts as tables and pictures, from plans alone: no ranks, no wrapped model."""
+
+import builtins
+import io
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vescale.fsdp import inspect
+from vescale.fsdp.planner import Plan, Request, plan
+
+BLOCK = {"norm.weight": (64,), "up.weight": (96, 64), "down.weight": (64, 96)}
+ROOT = {"embed.weight": (256, 64), "norm.weight": (64,), "empty": (0, 4)}
+
+
+@dataclass
+class Group:
+    name: str
+    plan: Plan
+    dtype: torch.dtype = torch.float32
+    param_dtype: torch.dtype | None = None
+    trainable: bool = True
+
+
+def make_group(name, shapes, world_size, rows=1, *, prefixed=True, **options):
+    requests = [
+        Request(
+            f"{name}.{key}" if name and prefixed else key,
+            math.prod(shape),
+            rows * shape[-1] if len(shape) > 1 else 1,
+        )
+        for key, shape in shapes.items()
+    ]
+    return Group(name, plan(requests, world_size, align=4), **options)
+
+
+def make_layout(world_size, layers=3, rows=1, prefixed=True):
+    groups, shapes = [], {}
+    for i in range(layers):
+        groups.append(make_group(f"layers.{i}", BLOCK, world_size, rows, prefixed=prefixed))
+        shapes |= {f"layers.{i}.{key}": shape for key, shape in BLOCK.items()}
+    groups.append(make_group("", ROOT, world_size, rows))
+    return inspect.layout_of_groups(groups, shapes | ROOT)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(1, 16)), min_size=1, max_size=6),
+    st.integers(1, 9),
+)
+def test_every_element_is_on_the_ranks_that_the_layout_names(sizes, world_size):
+    requests = [Request(f"w{i}", rows * cols, cols) for i, (rows, cols) in enumerate(sizes)]
+    layout = inspect.layout_of_groups([Group("", plan(requests, world_size, align=4))])
+    (group,) = layout.groups
+    for tensor, request in zip(group.tensors, requests, strict=True):
+        assert sum(tensor.shard_sizes) == request.numel == tensor.numel
+        elements = range(tensor.offset, tensor.offset + tensor.numel)
+        owners = sorted({element // group.plan.shard_numel for element in elements})
+        assert list(tensor.ranks) == owners
+    assert layout.padding == pytest.approx(group.plan.padding)
+    assert layout.numel == sum(request.numel for request in requests)
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_names_and_shapes_are_found_for_full_and_for_relative_names(prefixed):
+    layout = make_layout(2, prefixed=prefixed)
+    assert [group.unit for group in layout.groups] == ["layers.0", "layers.1", "layers.2", ""]
+    for group in layout.groups:
+        found = {tensor.name: tensor.shape for tensor in group.tensors}
+        assert found == (BLOCK if group.unit else ROOT)
+
+
+def test_unknown_shapes_are_shown_flat():
+    layout = inspect.layout_of_groups([make_group("", BLOCK, 2)])
+    assert [tensor.shape for tensor in layout.groups[0].tensors] == [(64,), (6144,), (6144,)]
+
+
+def test_the_table_names_every_parameter_once_for_units_alike():
+    text = str(make_layout(2))
+    assert text.count("up.weight") == 1
+    assert "layers.0 to layers.2 (3 alike): float32, trained, 2 ranks x" in text
+    assert "(root)" in text
+    (row,) = (line.split() for line in text.splitlines() if "embed.weight" in line)
+    assert row == ["embed.weight", "[256,", "64]", "16,384", "64", "0", "0-1"]
+    (row,) = (line.split() for line in text.splitlines() if "empty" in line)
+    assert row[-1] == "none"
+    assert text.splitlines()[-1] == make_layout(2).summary()
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_units_that_differ_in_anything_are_shown_apart():
+    same = make_group("a", BLOCK, 2)
+    others = [
+        make_group("b", BLOCK, 2, rows=32),
+        make_group("c", BLOCK, 3),
+        make_group("d", BLOCK, 2, trainable=False),
+        make_group("e", BLOCK, 2, dtype=torch.bfloat16),
+        make_group("f", BLOCK, 2, param_dtype=torch.bfloat16),
+    ]
+    for other in others:
+        assert len(inspect.layout_of_groups([same, other]).runs()) == 2
+    twice = inspect.layout_of_groups([same, make_group("b", BLOCK, 2)])
+    assert [len(run) for run in twice.runs()] == [2]
+
+
+def test_bytes_count_the_stored_and_the_gathered_dtype():
+    group = make_group("", BLOCK, 2, param_dtype=torch.bfloat16)
+    layout = inspect.layout_of_groups([group])
+    assert layout.nbytes_per_rank == 4 * group.plan.shard_numel
+    assert layout.groups[0].gathered_nbytes == 2 * 2 * group.plan.shard_numel
+    assert "float32 gathered as bfloat16" in str(layout)
+
+
+def test_readable_bytes():
+    assert [inspect.readable(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40, 5 << 50)] == [
+        *("0 B", "1023 B", "1.5 KiB", "5 MiB", "3 TiB", "5120 TiB")
+    ]
+
+
+def test_a_model_without_groups_says_so():
+    empty = inspect.layout_of_groups([])
+    assert str(empty) == "No parameter group: nothing is sharded."
+    assert (empty.numel, empty.padding, empty.nbytes_per_rank) == (0, 0.0, 0)
+
+
+def test_rich_prints_the_same_facts():
+    console = pytest.importorskip("rich.console").Console(width=100, file=io.StringIO())
+    console.print(make_layout(2))
+    text = console.file.getvalue()
+    for fact in ("layers.0 to layers.2 (3 alike)", "up.weight", "[256, 64]", "16,384", "padding"):
+        assert fact in text
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(1, 40), st.sampled_from([1, 32]))
+def test_pictures_are_drawn_for_any_world(tmp_path_factory, world_size, rows):
+    pytest.importorskip("matplotlib")
+    path = tmp_path_factory.mktemp("plot") / "layout.png"
+    inspect.plot(make_layout(world_size, rows=rows), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_of_nothing_and_of_mixed_meshes_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    mixed = [make_group("a", BLOCK, 2), make_group("experts", BLOCK, 3, trainable=False)]
+    for name, groups in (("none.svg", []), ("mixed.svg", mixed)):
+        inspect.plot(inspect.layout_of_groups(groups), tmp_path / name)
+        assert "<svg" in (tmp_path / name).read_text()
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
+    real = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.startswith(("matplotlib", "vescale.fsdp.picture")):
+            raise ImportError("No module named 'matplotlib'", name="matplotlib")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r'pip install "vescale-fsdp\[plot\]"'):
+        inspect.plot(make_layout(2), tmp_path / "layout.png")
