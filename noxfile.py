@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every check that CI runs. ``nox -l`` lists them; ``nox -s "tests-3.11(fsdp)"`` runs one."""
+"""Every check that CI runs, the demo and the build. ``nox -l`` lists them.
+
+``nox -s tests`` runs all tests, ``nox -s "tests(fsdp)" -- -k planner`` some of one package.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
 
 import nox
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "layers", "tests", "tests_root"]
+nox.options.sessions = ["lint", "tests"]
+
+ROOT = Path(__file__).parent
 PACKAGES = ("dtensor", "fsdp", "legacy")  # each may import only those before it
-GROUPS = nox.project.load_toml("pyproject.toml")
-
-
-def install(session: nox.Session, group: str, *packages: str) -> None:
-    """Install a dependency group, and packages from this checkout so siblings stay in step."""
-    local = [arg for name in packages for arg in ("-e", f"packages/vescale-{name}")]
-    # constraints.txt pins what CI tests (torch among it); the packages themselves give ranges.
-    session.install("-c", "constraints.txt", *nox.project.dependency_groups(GROUPS, group), *local)
+SUITES = (*PACKAGES, "root")
+DEMO = (
+    *("--optimizer", "muon", "--compare"),
+    *("--output-dir", "runs/demo", "--checkpoint-dir", "runs/demo/checkpoint"),
+)
 
 
 @nox.session
@@ -28,28 +37,131 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def layers(session: nox.Session) -> None:
     """Check the arrows between layers; needs no torch."""
-    install(session, "tests")
-    session.run("pytest", "--noconftest", "tests/test_layers.py")
+    install(session, "layers")
+    session.run("pytest", "--noconftest", "tests/test_layers.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("suite", SUITES, ids=SUITES)
+def tests(session: nox.Session, suite: str) -> None:
+    """Run every package's tests, those that need all packages (root), and then lint."""
+    if suite == "root":
+        session.notify("lint")
+    run_suite(session, suite, device="cpu")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("suite", SUITES, ids=SUITES)
+def tests_gpu(session: nox.Session, suite: str) -> None:
+    """Run the same tests and the GPU-only ones on NCCL, with up to one rank per GPU."""
+    if not cuda_devices():
+        print("tests_gpu needs an NVIDIA GPU and its driver, and found none.", file=sys.stderr)
+        sys.exit(2)  # neither a pass nor a failed test
+    run_suite(session, suite, device="cuda")
+
+
+@nox.session(venv_backend="none")
+def demo(session: nox.Session) -> None:
+    """Train a small language model on 2 ranks, or ``-- --nproc 8``; passes other options on."""
+    bin_dir = torch_env(session)
+    options = list(session.posargs)
+    nproc = "2"
+    if "--nproc" in options:
+        at = options.index("--nproc")
+        nproc = "".join(options[at + 1 : at + 2])
+        del options[at : at + 2]
+    if not re.fullmatch("[1-9][0-9]*", nproc):
+        session.error(f"--nproc takes a number of ranks, not {nproc!r}: nox -s demo -- --nproc 8")
+    run(
+        session,
+        bin_dir,
+        # A rendezvous on the loopback interface: works without a network or a host name.
+        *("torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", nproc),
+        *("examples/train_lm.py", *DEMO, *options),
+        OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // int(nproc))),
+    )
 
 
 @nox.session
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
-def tests(session: nox.Session, package: str) -> None:
-    """Run one package's tests against its siblings in this checkout."""
-    install(session, "tests", *PACKAGES[: PACKAGES.index(package) + 1])
-    session.run("pytest", f"packages/vescale-{package}/tests", *session.posargs)
+def build(session: nox.Session) -> None:
+    """Build all sdists and wheels into dist/; ``-- vescale-fsdp-v0.1.0``: what this tag names."""
+    names = [released(session, tag) for tag in session.posargs] or PACKAGES
+    install(session, "build")
+    for name in names:
+        session.run("python", "-m", "build", "--outdir", "dist", f"packages/vescale-{name}")
 
 
-@nox.session
-def tests_root(session: nox.Session) -> None:
-    """Run the tests that need all packages: wheels, end-to-end training, examples."""
-    install(session, "tests", *PACKAGES)
-    session.run("pytest", "tests", *session.posargs)
+def run_suite(session: nox.Session, suite: str, *, device: str) -> None:
+    """Run one suite; every suite has a pytest run, so also a fork server, of its own."""
+    bin_dir = torch_env(session)
+    folder = "tests" if suite == "root" else f"packages/vescale-{suite}/tests"
+    environ = {"VESCALE_TEST_DEVICE": device, "OMP_NUM_THREADS": "1"}
+    run(session, bin_dir, "pytest", folder, *session.posargs, **environ)
 
 
-@nox.session
-@nox.parametrize("package", PACKAGES, ids=PACKAGES)
-def build(session: nox.Session, package: str) -> None:
-    """Build one package's sdist and wheel into dist/."""
-    session.install("build")
-    session.run("python", "-m", "build", "--outdir", "dist", f"packages/vescale-{package}")
+def run(session: nox.Session, bin_dir: Path, program: str, *args: str, **environ: str) -> None:
+    session.run(str(bin_dir / program), *args, env=environ, external=True)
+
+
+def install(session: nox.Session, group: str) -> None:
+    """Install a dependency group of the root pyproject.toml, in the versions that CI tests."""
+    session.install("-c", "constraints.txt", *requirements(group))
+
+
+def requirements(group: str) -> tuple[str, ...]:
+    return nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), group)
+
+
+def torch_env(session: nox.Session) -> Path:
+    """Return the bin folder of the one environment with torch and this checkout's packages.
+
+    It is shared, since torch takes most of a gigabyte and its download most of a first run,
+    and left as it is until something that it is made from changes. ``rm -r .nox`` rebuilds it.
+    """
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        session.error(
+            f"veScale needs Python 3.11 to 3.13, but nox runs on {sys.version.split()[0]}; "
+            "start it with another one, as in: python3.11 -m nox -s tests"
+        )
+    projects = [f"packages/vescale-{name}" for name in PACKAGES]
+    recipe = [Path("constraints.txt"), *(Path(path, "pyproject.toml") for path in projects)]
+    text = "\n".join([str(ROOT), *requirements("tests"), *(path.read_text() for path in recipe)])
+    wanted = hashlib.sha256(text.encode()).hexdigest()
+
+    env = ROOT / ".nox" / f"torch-{sys.version_info[0]}.{sys.version_info[1]}"
+    bin_dir, stamp = env / "bin", env / "recipe.sha256"
+    if not (bin_dir / "python").exists():
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(env), external=True)
+    if not stamp.exists() or stamp.read_text() != wanted:
+        stamp.unlink(missing_ok=True)
+        editable = [arg for path in projects for arg in ("-e", path)]
+        pip = ("-m", "pip", "install", "-c", "constraints.txt")
+        run(session, bin_dir, "python", *pip, *requirements("tests"), *editable)
+        stamp.write_text(wanted)
+    return bin_dir
+
+
+def cuda_devices() -> int:
+    """Count the GPUs that the NVIDIA driver offers, before torch is there to be asked."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if failed else count.value
+
+
+def released(session: nox.Session, tag: str) -> str:
+    """Return the package that a release tag names, once its version and changelog agree."""
+    match = re.fullmatch(r"vescale-(\w+)-v(.+)", tag)
+    if not match or match[1] not in PACKAGES:
+        session.error(f"{tag} is no release tag; one looks like vescale-fsdp-v0.1.0")
+    name, version = match.groups()
+    folder = Path(f"packages/vescale-{name}")
+    declared = nox.project.load_toml(folder / "pyproject.toml")["project"]["version"]
+    if declared != version:
+        session.error(f"{tag}: {folder}/pyproject.toml says version {declared}; make them equal")
+    if f"\n## [{version}]" not in (folder / "CHANGELOG.md").read_text():
+        session.error(f"{tag}: {folder}/CHANGELOG.md has no section [{version}]; see RELEASING.md")
+    return name
