@@ -63,7 +63,6 @@ def tests_gpu(session: nox.Session, suite: str) -> None:
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """Train a small language model on 2 ranks, or ``-- --nproc 8``; passes other options on."""
-    bin_dir = torch_env(session)
     options = list(session.posargs)
     nproc = "2"
     if "--nproc" in options:
@@ -72,6 +71,7 @@ def demo(session: nox.Session) -> None:
         del options[at : at + 2]
     if not re.fullmatch("[1-9][0-9]*", nproc):
         session.error(f"--nproc takes a number of ranks, not {nproc!r}: nox -s demo -- --nproc 8")
+    bin_dir = torch_env(session)
     run(
         session,
         bin_dir,
