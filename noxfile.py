@@ -20,10 +20,7 @@ nox.options.sessions = ["lint", "tests"]
 ROOT = Path(__file__).parent
 PACKAGES = ("dtensor", "fsdp", "legacy")  # each may import only those before it
 SUITES = (*PACKAGES, "root")
-DEMO = (
-    *("--optimizer", "muon", "--compare"),
-    *("--output-dir", "runs/demo", "--checkpoint-dir", "runs/demo/checkpoint"),
-)
+DEMO = "--optimizer muon --compare --output-dir runs/demo --checkpoint-dir runs/demo/checkpoint"
 
 
 @nox.session
@@ -77,7 +74,7 @@ def demo(session: nox.Session) -> None:
         bin_dir,
         # A rendezvous on the loopback interface: works without a network or a host name.
         *("torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", nproc),
-        *("examples/train_lm.py", *DEMO, *options),
+        *("examples/train_lm.py", *DEMO.split(), *options),
         OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // int(nproc))),
     )
 
