@@ -8,6 +8,5 @@ COPY packages/vescale-fsdp packages/vescale-fsdp
 RUN pip install --no-cache-dir -c constraints.txt \
     ./packages/vescale-dtensor "./packages/vescale-fsdp[plot,rich]"
 COPY examples examples
-CMD ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", \
-     "examples/train_lm.py", "--optimizer", "muon", "--compare", \
+CMD ["python", "examples/train_lm.py", "--nproc", "2", "--optimizer", "muon", "--compare", \
      "--output-dir", "runs/demo", "--checkpoint-dir", "runs/demo/checkpoint"]
