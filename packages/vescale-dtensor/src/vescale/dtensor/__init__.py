@@ -1,1 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
+"""RaggedShard: a DTensor placement that cuts a tensor's memory at any block, in any proportion."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from vescale.dtensor._torch_compat import enable_foreach, enable_subclass_dispatch
+from vescale.dtensor.factory import distribute_tensor
+from vescale.dtensor.placement import RaggedShard, _StridedRaggedShard, is_ragged_shard
+from vescale.dtensor.tensor import DTensor
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "RaggedShard",
+    "Replicate",
+    "Shard",
+    "distribute_tensor",
+    "init_device_mesh",
+    "is_ragged_shard",
+]
+
+# Registrations that torch offers; nothing of torch is replaced.
+torch.serialization.add_safe_globals([DTensor, RaggedShard, _StridedRaggedShard])
+enable_foreach(DTensor)
+_dispatch_rules = enable_subclass_dispatch(DTensor)  # the rules live as long as this

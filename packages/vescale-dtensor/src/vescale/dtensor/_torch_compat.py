@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one home of torch's private names; each comment says on which version it was checked."""
+
+import torch
+from torch.distributed.device_mesh import _mesh_resources  # checked on 2.13: get_current_mesh()
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+# Checked on 2.13: a spec is a plain object (free attributes), hashed by mesh, placements and meta.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+# Checked on 2.13: (shape, mesh, placements) -> this rank's (shape, offset); plain placements only.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# Checked on 2.13: the type lists behind the default ``foreach=None`` of optimizers and of
+# ``clip_grad_norm_``; torch appends its own DTensor to them in the same way.
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
+
+__all__ = [
+    "DTensorSpec",
+    "TensorMeta",
+    "TorchDTensor",
+    "compute_local_shape_and_global_offset",
+    "current_mesh",
+    "enable_foreach",
+    "enable_subclass_dispatch",
+    "implicit_replication_enabled",
+    "replace_tensor_impl",
+    "spec_with_dtype",
+    "wrap",
+]
+
+# Checked on 2.13: (cls, local_tensor, spec, *, requires_grad) builds the wrapper without running
+# ``__init__``; sizes and strides come from ``spec.tensor_meta``, dtype and device from the local
+# tensor; fills the slots ``_local_tensor`` and ``_spec``.
+wrap = TorchDTensor.__new__
+
+
+def current_mesh():
+    """Return the mesh of the innermost ``with mesh:`` block."""
+    return _mesh_resources.get_current_mesh()
+
+
+def implicit_replication_enabled() -> bool:
+    """Tell whether torch's ``implicit_replication()`` context is active. Checked on 2.13."""
+    return bool(TorchDTensor._op_dispatcher._allow_implicit_replication)
+
+
+def enable_foreach(cls: type) -> None:
+    """Let optimizers and ``clip_grad_norm_`` choose foreach for tensors of type ``cls``."""
+    for supported in (_optimizer_types, _clip_types):
+        if cls not in supported:
+            supported.append(cls)
+
+
+def enable_subclass_dispatch(cls: type) -> object | None:
+    """Route operators on ``cls`` to its ``__torch_dispatch__`` on torch 2.11.
+
+    That release sends every DTensor subclass to its C++ fast path. A rule registered with the
+    public ``torch.library.register_torch_dispatch`` is looked up before it. The returned library
+    owns the rules: keep it alive. From 2.12 on nothing is needed and None is returned.
+    """
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12):
+        return None
+
+    def rule(_, func, types, args, kwargs):
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    library = torch.library.Library("aten", "FRAGMENT")
+    for name in torch._C._dispatch_get_all_op_names():  # checked on 2.11, the only user
+        if name.startswith("aten::"):
+            torch.library.register_torch_dispatch(name, cls, rule, lib=library)
+    return library
+
+
+def replace_tensor_impl(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
+    """Give the object ``tensor`` the C++ half of ``fresh``; its hooks stay. Checked on 2.13.
+
+    Unlike the public ``torch.utils.swap_tensors`` this allows weak references to ``tensor`` (they
+    keep pointing at the same Python object). A saved AccumulateGrad node of ``tensor`` would
+    write to the old half, so such a tensor is refused.
+    """
+    if tensor._use_count() > 1:
+        raise RuntimeError(
+            "cannot move this tensor between meta and a real device while an autograd graph "
+            "holds it; finish or drop the backward pass first."
+        )
+    hooks, post_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, fresh)
+    if hooks is not None:
+        tensor._backward_hooks = hooks
+    if post_hooks is not None:
+        tensor._post_accumulate_grad_hooks = post_hooks
+
+
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return ``spec`` with another dtype, without running the checks of its constructor again.
+
+    Attributes, so also a layout kept on the spec, are carried over. Checked on 2.13: ``_hash`` is
+    a lazy cache.
+    """
+    new = object.__new__(DTensorSpec)
+    new.__dict__.update(spec.__dict__)
+    meta = spec.tensor_meta
+    new.__dict__["tensor_meta"] = TensorMeta(meta.shape, meta.stride, dtype)
+    new.__dict__["_hash"] = None
+    return new

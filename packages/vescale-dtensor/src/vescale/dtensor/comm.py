@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives on flat tensors with a different number of elements on every rank; any backend.
+
+``numels`` always lists the elements of every rank of the group, in rank order.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # and a division: gloo has no average
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+# What gloo and NCCL both carry; every other dtype travels as its bytes.
+_CARRIED = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.int8,
+}
+
+
+def exchange(
+    flat: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send ``send[i]`` elements of ``flat`` to rank i; return what arrives, in rank order."""
+    flat = _plain_memory(flat)
+    out = flat.new_empty(sum(receive))
+    source, target, scale = _carried(flat), _carried(out), _bytes_per_element(flat)
+    dist.all_to_all_single(
+        target,
+        source,
+        [numel * scale for numel in receive],
+        [numel * scale for numel in send],
+        group=group,
+    )
+    return out
+
+
+def gather(flat: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the parts of all ranks, one after the other: ``[sum(numels)]``.
+
+    Equal parts go in one all-gather. Else NCCL gathers a list; other backends gather padded parts
+    while that at most doubles the payload, and broadcast from every owner beyond.
+    """
+    flat = _plain_memory(flat)
+    out = flat.new_empty(sum(numels))
+    source, target, scale = _carried(flat), _carried(out), _bytes_per_element(flat)
+    largest, owners = max(numels), [rank for rank, numel in enumerate(numels) if numel]
+    if largest * len(numels) == sum(numels):
+        dist.all_gather_into_tensor(target, source, group=group)
+        return out
+    parts = list(target.split([numel * scale for numel in numels]))
+    if len(owners) > 1 and dist.get_backend(group) == "nccl":
+        dist.all_gather(parts, source, group=group)
+    elif len(owners) > 1 and largest * len(numels) <= 2 * sum(numels):
+        padded = source.new_zeros(largest * scale)
+        padded[: source.numel()].copy_(source)
+        gathered = source.new_empty(largest * scale * len(numels))
+        dist.all_gather_into_tensor(gathered, padded, group=group)
+        for part, row in zip(parts, gathered.view(len(numels), -1), strict=True):
+            part.copy_(row[: part.numel()])
+    else:
+        parts[dist.get_rank(group)].copy_(source)
+        for owner in owners:
+            dist.broadcast(parts[owner], group_src=owner, group=group)
+    return out
+
+
+def scatter(
+    flat: torch.Tensor, numels: Sequence[int], source: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return this rank's part of ``flat`` of rank ``source``; other ranks' data is not read.
+
+    One all-to-all in which only the source sends.
+    """
+    rank = dist.get_rank(group)
+    send = list(numels) if rank == source else [0] * len(numels)
+    receive = [numels[rank] if peer == source else 0 for peer in range(len(numels))]
+    return exchange(flat if rank == source else flat[:0], send, receive, group)
+
+
+def broadcast(flat: torch.Tensor, source: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return ``flat`` of rank ``source`` (a new tensor on the others)."""
+    flat = _plain_memory(flat)
+    out = flat if dist.get_rank(group) == source else torch.empty_like(flat)
+    dist.broadcast(_carried(out), group_src=source, group=group)
+    return out
+
+
+def reduce_scatter(
+    flat: torch.Tensor, numels: Sequence[int], op: str, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Reduce ``flat`` (``[sum(numels)]`` on every rank) and return this rank's part.
+
+    Equal parts: ``reduce_scatter_tensor``. A single owner: a reduce to it. Else one all-to-all
+    and a local reduction, which sums half types in float32.
+    """
+    flat = _plain_memory(flat)
+    rank, world_size = dist.get_rank(group), len(numels)
+    owners = [peer for peer, numel in enumerate(numels) if numel]
+    if len(owners) == world_size and len(set(numels)) == 1:
+        out = flat.new_empty(numels[rank])
+        dist.reduce_scatter_tensor(_as_real(out), _as_real(flat), op=REDUCE_OPS[op], group=group)
+        return out.div_(world_size) if op == "avg" else out
+    if len(owners) == 1:
+        out = flat.clone()
+        dist.reduce(_as_real(out), group_dst=owners[0], op=REDUCE_OPS[op], group=group)
+        out = out if rank == owners[0] else out.new_empty(0)
+        return out.div_(world_size) if op == "avg" else out
+    received = exchange(flat, numels, [numels[rank]] * world_size, group)
+    return _reduce_rows(received.view(world_size, numels[rank]), op)
+
+
+def all_reduce(flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the reduction of ``flat`` over the group, in place where ``flat`` is contiguous."""
+    out = _plain_memory(flat)
+    dist.all_reduce(_as_real(out), op=REDUCE_OPS[op], group=group)
+    return out.div_(dist.get_world_size(group)) if op == "avg" else out
+
+
+def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
+    if op == "sum":
+        return rows.sum(0, dtype=rows.dtype)
+    if op == "avg":
+        return rows.mean(0)
+    if op == "product":
+        return rows.prod(0, dtype=rows.dtype)
+    if rows.shape[1] == 0:
+        return rows.new_empty(0)
+    return rows.amax(0) if op == "max" else rows.amin(0)
+
+
+def _plain_memory(flat: torch.Tensor) -> torch.Tensor:
+    """Return contiguous memory with no pending conjugation or negation."""
+    return flat.resolve_conj().resolve_neg().contiguous()
+
+
+def _carried(flat: torch.Tensor) -> torch.Tensor:
+    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
+
+
+def _bytes_per_element(flat: torch.Tensor) -> int:
+    """Return how many carried elements stand for one of ``flat``."""
+    return 1 if flat.dtype in _CARRIED else flat.element_size()
+
+
+def _as_real(flat: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(flat) if flat.is_complex() else flat

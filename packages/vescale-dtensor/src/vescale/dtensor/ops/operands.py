@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local part of an operand, in the layout of the ragged tensor it meets."""
+
+import math
+from typing import NoReturn
+
+import torch
+
+from vescale.dtensor._torch_compat import (
+    TorchDTensor,
+    implicit_replication_enabled,
+    spec_with_dtype,
+    wrap,
+)
+from vescale.dtensor.layout import Layout
+from vescale.dtensor.spec import base_placements, layout_of
+
+
+def unsupported(func, reason: str, *tensors: object) -> NoReturn:
+    """Raise NotImplementedError naming the operator, the placements and the remedy."""
+    placements = [str(x._spec.placements) for x in tensors if isinstance(x, TorchDTensor)]
+    raise NotImplementedError(
+        f"{func} on {', '.join(placements)}: {reason}; redistribute to Replicate or Shard first."
+    )
+
+
+def same_layout(a: TorchDTensor, b: TorchDTensor) -> bool:
+    """Tell whether two tensors, ``b`` ragged, are cut alike, so that their local parts match."""
+    mine, its = a._spec, b._spec
+    if mine is its:
+        return True
+    x, y = layout_of(mine), layout_of(its)
+    if x is None or (x is not y and not _same_cut(x, y)):
+        return False
+    if mine.tensor_meta.shape != its.tensor_meta.shape or mine.mesh != its.mesh:
+        return False
+    return mine.placements == its.placements or (
+        base_placements(mine.placements) == base_placements(its.placements)
+    )
+
+
+def _same_cut(x: Layout, y: Layout) -> bool:
+    """Compare the ranges of all ranks: every rank must come to the same answer."""
+    return x.axis == y.axis and x.base_shape == y.base_shape and x.split_numels == y.split_numels
+
+
+def local_operand(func, a: object, ref: TorchDTensor) -> object:
+    """Return the local part of operand ``a`` in the layout of ``ref``; scalars as they are.
+
+    Without communication: raises NotImplementedError where some would be needed.
+    """
+    if isinstance(a, TorchDTensor):
+        if a._spec is ref._spec or same_layout(a, ref):
+            return a._local_tensor
+        if layout_of(a._spec) is not None:
+            unsupported(func, "the operands are cut differently", ref, a)
+        if a._spec.mesh != ref._spec.mesh:
+            unsupported(func, "the operands are on different meshes", ref, a)
+        if not all(placement.is_replicate() for placement in a._spec.placements):
+            unsupported(func, "the operands are placed differently", ref, a)
+        return a._local_tensor if a.ndim == 0 else slice_of(func, a._local_tensor, ref)
+    if isinstance(a, torch.Tensor) and a.ndim > 0:
+        if a.numel() != 1 and not implicit_replication_enabled():
+            raise NotImplementedError(
+                f"{func} mixes a plain tensor of shape {tuple(a.shape)} with a DTensor of "
+                f"{ref._spec.placements}; if every rank holds the same values, use "
+                "torch.distributed.tensor.experimental.implicit_replication(), else "
+                "distribute_tensor or DTensor.from_local."
+            )
+        return slice_of(func, a, ref)
+    return a
+
+
+def slice_of(func, whole: torch.Tensor, ref: TorchDTensor) -> torch.Tensor:
+    """Return this rank's flat part of ``whole``, broadcast to the shape of ``ref``."""
+    shape, layout = ref._spec.tensor_meta.shape, layout_of(ref._spec)
+    padded = (1,) * (len(shape) - whole.ndim) + tuple(whole.shape)
+    if len(padded) != len(shape) or any(
+        length not in (1, full) for length, full in zip(padded, shape, strict=True)
+    ):
+        unsupported(func, f"shape {tuple(whole.shape)} would broadcast {tuple(shape)}", ref)
+    block = whole.expand(shape)
+    if layout.base_shape != tuple(shape):
+        block = block[
+            tuple(
+                slice(start, start + length)
+                for start, length in zip(layout.base_offset, layout.base_shape, strict=True)
+            )
+        ]
+    if not layout.base_shape:
+        return block.reshape(-1)[layout.start : layout.end]
+    # Only the rows in reach: flattening a broadcast block copies it.
+    row_numel = math.prod(layout.base_shape[1:])
+    first = layout.start // row_numel if row_numel else 0
+    last = -(-layout.end // row_numel) if row_numel else 0
+    flat = block[first:last].reshape(-1)
+    return flat[layout.start - first * row_numel : layout.end - first * row_numel]
+
+
+def rewrap(out: torch.Tensor, ref: TorchDTensor) -> TorchDTensor:
+    """Return the local result ``out`` as a tensor laid out like ``ref``, with ``out``'s dtype."""
+    spec = ref._spec
+    if out.dtype is not spec.tensor_meta.dtype:
+        spec = spec_with_dtype(spec, out.dtype)
+    return wrap(type(ref), out, spec, requires_grad=False)

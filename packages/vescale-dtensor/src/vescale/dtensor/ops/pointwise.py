@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elementwise operators, and those that make, copy or cast a tensor of the same shape."""
+
+import torch
+
+from vescale.dtensor._torch_compat import TorchDTensor
+from vescale.dtensor.ops.operands import local_operand, rewrap, same_layout, unsupported
+from vescale.dtensor.redistribute import redistribute_local
+from vescale.dtensor.spec import layout_of
+
+
+def pointwise(func, args, kwargs, ref):
+    """Run ``func`` on the local parts; the result is laid out like ``ref``."""
+    out = func(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
+    if isinstance(out, torch.Tensor):
+        return rewrap(out, ref)
+    return type(out)(rewrap(part, ref) for part in out)
+
+
+def pointwise_inplace(func, args, kwargs, ref):
+    """Run ``func`` in place on the local part of the first argument, and return that argument."""
+    target = args[0]
+    if target is not ref and not (isinstance(target, TorchDTensor) and same_layout(target, ref)):
+        unsupported(func, "the tensor written to is placed differently", *args)
+    func(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
+    return target
+
+
+def pointwise_out(func, args, kwargs, ref):
+    """Run ``func`` with ``out=``, which must be cut like the operands; return ``out``."""
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    outs = [kwargs[name] for name in names]
+    for out in outs:
+        if not isinstance(out, TorchDTensor) or not same_layout(out, ref):
+            unsupported(func, "out= must be a tensor of the same placements", ref, out)
+    func(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def copy_(func, args, kwargs, ref):
+    """Copy from any placement into any other; redistributes where they differ."""
+    target, source = args[:2]
+    if isinstance(target, TorchDTensor) and isinstance(source, TorchDTensor):
+        aligned = layout_of(target._spec) is not None and same_layout(source, target)
+        if not aligned and source._spec.mesh == target._spec.mesh and source.shape == target.shape:
+            local = redistribute_local(source._local_tensor, source._spec, target._spec.placements)
+            func(target._local_tensor, local, *args[2:], **kwargs)
+            return target
+    return pointwise_inplace(func, args, kwargs, ref)
+
+
+def _locals(func, args, ref):
+    spec = ref._spec
+    return [
+        a._local_tensor
+        if isinstance(a, TorchDTensor) and a._spec is spec
+        else local_operand(func, a, ref)
+        for a in args
+    ]
+
+
+def _local_kwargs(func, kwargs, ref):
+    return {name: local_operand(func, value, ref) for name, value in kwargs.items()}

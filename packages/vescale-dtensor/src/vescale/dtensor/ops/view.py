@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Views that keep the row-major order: the local tensor is the same, the shape is another."""
+
+import math
+
+import torch
+
+from vescale.dtensor._torch_compat import wrap
+from vescale.dtensor.ops.operands import unsupported
+from vescale.dtensor.placement import RaggedShard
+from vescale.dtensor.spec import layout_of, make_spec, replace
+
+aten = torch.ops.aten
+
+
+def view_as_shape(func, ref, shape):
+    """Return ``ref`` seen as ``shape``, over the same local memory.
+
+    The ranges of all ranks stay; the dims they cut are named anew: as many as before if whole
+    rows of the new shape fit, else the fewest that do.
+    """
+    spec, layout, shape = ref._spec, layout_of(ref._spec), tuple(shape)
+    local = ref._local_tensor.view(-1)
+    if shape == tuple(spec.tensor_meta.shape):
+        return wrap(type(ref), local, spec, requires_grad=False)
+    if math.prod(shape) != ref.numel():
+        raise ValueError(f"{func}: shape {shape} does not hold the {ref.numel()} elements of {ref}")
+    if layout.base_shape != tuple(spec.tensor_meta.shape) or any(
+        placement.is_shard() for placement in spec.placements
+    ):
+        unsupported(func, f"the view {shape} mixes with the Shard of another mesh axis", ref)
+    ragged = RaggedShard(_cut_dims(layout, shape), layout.placement.local_units)
+    placements = replace(spec.placements, layout.axis, ragged)
+    new = make_spec(spec.mesh, placements, shape, spec.tensor_meta.dtype)
+    return wrap(type(ref), local, new, requires_grad=False)
+
+
+def _cut_dims(layout, shape):
+    old = len(layout.placement.dims)
+    if layout.placement.owner is not None:
+        return tuple(range(min(old, len(shape))))
+    unit = layout.placement.unit_numel(layout.base_shape)
+    fits = [k for k in range(1, len(shape) + 1) if _holds(unit, math.prod(shape[k:]))]
+    return tuple(range(old if old in fits else fits[0]))
+
+
+def _holds(unit: int, row_numel: int) -> bool:
+    return unit % row_numel == 0 if row_numel else unit == 0
+
+
+def _view(func, args, kwargs, ref):
+    size = list(args[1])
+    if size.count(-1) == 1:
+        rest = -math.prod(size)
+        size[size.index(-1)] = ref.numel() // rest if rest else 0
+    return view_as_shape(func, ref, size)
+
+
+def _unsqueeze(func, args, kwargs, ref):
+    shape = list(ref.shape)
+    dim = args[1]
+    shape.insert(dim if dim >= 0 else dim + ref.ndim + 1, 1)
+    return view_as_shape(func, ref, shape)
+
+
+def _squeeze(func, args, kwargs, ref):
+    dims = args[1] if len(args) > 1 else range(ref.ndim)
+    dims = {dim % ref.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
+    return view_as_shape(
+        func, ref, [n for dim, n in enumerate(ref.shape) if n != 1 or dim not in dims]
+    )
+
+
+def _expand(func, args, kwargs, ref):
+    size = [n if n != -1 else old for n, old in zip(args[1][::-1], ref.shape[::-1], strict=False)]
+    if len(args[1]) != ref.ndim or tuple(size[::-1]) != tuple(ref.shape):
+        unsupported(func, f"it would be broadcast to {tuple(args[1])}", ref)
+    return view_as_shape(func, ref, ref.shape)
+
+
+VIEWS = {
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.expand.default: _expand,
+}

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's DTensorSpec for ragged placements, and the layout that it implies on this rank."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from vescale.dtensor._torch_compat import (
+    DTensorSpec,
+    TensorMeta,
+    compute_local_shape_and_global_offset,
+    spec_with_dtype,
+)
+from vescale.dtensor.layout import Layout, contiguous_stride, make_layout
+from vescale.dtensor.placement import RaggedShard
+
+__all__ = [
+    "base_placements",
+    "layout_of",
+    "make_spec",
+    "normalize_placements",
+    "ragged_axis",
+    "ragged_spec",
+    "replace",
+    "scalar_spec",
+    "spec_with_dtype",
+    "without_caches",
+]
+
+# Where a spec keeps its layout. Not a field: it takes no part in equality, and ``DTensor`` drops
+# it when it is pickled.
+LAYOUT = "_vescale_layout"
+SCALARS = "_vescale_scalars"
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Sequence[int] | None = None,
+) -> DTensorSpec:
+    """Return a spec of a tensor of global ``shape``, row-major unless ``stride`` is given."""
+    shape = torch.Size(shape)
+    stride = contiguous_stride(shape) if stride is None else tuple(stride)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def ragged_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Sequence[int] | None = None,
+) -> DTensorSpec:
+    """Return a checked spec, with this rank's layout computed, for ``make_ragged``.
+
+    Linear in the size of the ragged mesh axis, so make one per tensor and keep it.
+    """
+    shape = tuple(shape)
+    if stride is not None and tuple(stride) != contiguous_stride(shape):
+        raise ValueError(
+            f"a ragged tensor is row-major, so shape {shape} has strides "
+            f"{contiguous_stride(shape)}, not {tuple(stride)}; make it contiguous first."
+        )
+    spec = make_spec(mesh, normalize_placements(placements, mesh, len(shape)), shape, dtype)
+    layout_of(spec)
+    return spec
+
+
+def layout_of(spec: DTensorSpec) -> Layout | None:
+    """Return this rank's layout, or None when no placement is ragged; computed once per spec.
+
+    Raises ValueError when units, mesh axis and shape do not fit, or two placements are ragged;
+    NotImplementedError for a placement that cannot be combined with a ragged one.
+    """
+    try:
+        return spec._vescale_layout
+    except AttributeError:
+        layout = spec.__dict__[LAYOUT] = _layout(spec.mesh, spec.placements, spec.tensor_meta.shape)
+        return layout
+
+
+def scalar_spec(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return the spec of a replicated 0-dim tensor on the mesh of ``spec``; made once."""
+    cache = spec.__dict__.setdefault(SCALARS, {})
+    found = cache.get(dtype)
+    if found is None:
+        found = cache[dtype] = make_spec(spec.mesh, (Replicate(),) * spec.mesh.ndim, (), dtype)
+    return found
+
+
+def without_caches(spec: DTensorSpec) -> DTensorSpec:
+    """Return a copy of ``spec`` as torch would make it, fit to be pickled."""
+    clean = copy.copy(spec)
+    for name in (LAYOUT, SCALARS):
+        clean.__dict__.pop(name, None)
+    return clean
+
+
+def ragged_axis(placements: Sequence[Placement]) -> int | None:
+    """Return the mesh axis of the RaggedShard among ``placements``, or None."""
+    axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, RaggedShard)]
+    if len(axes) > 1:
+        raise ValueError(
+            f"placements {tuple(placements)} cut one tensor raggedly on mesh axes {axes}; use one "
+            "RaggedShard per tensor, and Shard or Replicate on the other axes."
+        )
+    return axes[0] if axes else None
+
+
+def replace(
+    placements: Sequence[Placement], axis: int, placement: Placement
+) -> tuple[Placement, ...]:
+    """Return ``placements`` with the one of ``axis`` replaced."""
+    return (*placements[:axis], placement, *placements[axis + 1 :])
+
+
+def base_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return ``placements`` before the ragged cut: RaggedShard becomes Replicate."""
+    return tuple(Replicate() if isinstance(p, RaggedShard) else p for p in placements)
+
+
+def normalize_placements(
+    placements: Sequence[Placement] | None, mesh: DeviceMesh, ndim: int
+) -> tuple[Placement, ...]:
+    """Return one placement per mesh axis, with shard dims counted from the front.
+
+    None means Replicate everywhere. Raises ValueError on a wrong count or dim, TypeError on
+    something that is not a placement.
+    """
+    if placements is None:
+        return (Replicate(),) * mesh.ndim
+    placements = tuple(placements)
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"got {len(placements)} placements {placements} for a mesh of {mesh.ndim} axes; "
+            "give one per axis."
+        )
+    for placement in placements:
+        if not isinstance(placement, Placement):
+            raise TypeError(f"expected placements, got {placement!r} in {placements}.")
+    return tuple(_normalize(placement, ndim, placements) for placement in placements)
+
+
+def _normalize(placement: Placement, ndim: int, placements: Sequence[Placement]) -> Placement:
+    if type(placement) is not Shard:
+        return placement
+    if not -ndim <= placement.dim < ndim:
+        raise ValueError(f"{placement} of {placements} is out of range for a {ndim}-D tensor.")
+    return Shard(placement.dim + ndim) if placement.dim < 0 else placement
+
+
+def _layout(mesh: DeviceMesh, placements: tuple, shape: Sequence[int]) -> Layout | None:
+    axis = ragged_axis(placements)
+    if axis is None:
+        return None
+    ragged, shape = placements[axis], tuple(shape)
+    if len(ragged.local_units) != mesh.size(axis):
+        raise ValueError(
+            f"{ragged} has {len(ragged.local_units)} units, but mesh axis {axis} has "
+            f"{mesh.size(axis)} ranks; give one unit count per rank."
+        )
+    base = base_placements(placements)
+    for placement in base:
+        if type(placement) not in (Replicate, Shard, Partial):
+            raise NotImplementedError(
+                f"{placement} cannot be combined with {ragged}; use Shard, Replicate or Partial "
+                "on the other mesh axes."
+            )
+    offset = (0,) * len(shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this process is not in the mesh: it holds nothing
+        return Layout(ragged, axis, shape, offset, 0, 0)
+    if any(type(placement) is Shard for placement in base):
+        shape, offset = map(tuple, compute_local_shape_and_global_offset(shape, mesh, base))
+    return make_layout(ragged, axis, shape, offset, coordinate[axis])
