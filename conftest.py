@@ -6,9 +6,10 @@ import os
 import hypothesis
 import pytest
 
+from testing.fake import fake_group
 from testing.ranks import DEVICE, device_problem, run_ranks
 
-__all__ = ["run_ranks"]
+__all__ = ["fake_group", "run_ranks"]
 
 # No deadline: machines that run tests are shared, and a slow example is no wrong one.
 hypothesis.settings.register_profile("default", deadline=None)

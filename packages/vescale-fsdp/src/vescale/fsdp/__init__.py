@@ -1,1 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Fully sharded data parallel with torch's ``fully_shard`` API, on RaggedShard parameters."""
+
+from vescale.fsdp.fully_shard import fully_shard
+from vescale.fsdp.granularity import (
+    Block,
+    Elements,
+    Granularity,
+    Rows,
+    Whole,
+)
+from vescale.fsdp.module import FSDPModule, UnshardHandle, no_sync
+from vescale.fsdp.policy import MixedPrecisionPolicy
+
+__all__ = [
+    "Block",
+    "Elements",
+    "FSDPModule",
+    "Granularity",
+    "MixedPrecisionPolicy",
+    "Rows",
+    "UnshardHandle",
+    "Whole",
+    "fully_shard",
+    "no_sync",
+]

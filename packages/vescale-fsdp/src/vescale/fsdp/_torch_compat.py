@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one home of the torch-private names that this package uses; checked on torch 2.13.0."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the counter by which autograd notices writes to ``tensor`` and its views."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def current_backward() -> int:
+    """Return the id of the backward pass that this thread runs, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that runs now has ended; raises outside of one."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def top_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
+    """Return the (pack, unpack) default hooks in force: ours, checkpointing's, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def averages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether the group's backend for ``device`` reduces with ``ReduceOp.AVG`` itself."""
+    return group._get_backend(device).name() == "nccl"
+
+
+def is_fake(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether the group only pretends to communicate (torch's fake process group)."""
+    return group._get_backend(device).name() == "fake"
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable]:
+    """Return what ``register_post_accumulate_grad_hook`` registered on ``param``, in order."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def gradient_hooks(param: torch.Tensor) -> list[Callable]:
+    """Return what ``register_hook`` registered on the leaf ``param``, in order."""
+    return list((param._backward_hooks or {}).values())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let all ranks of a group see alike what one of them found wrong."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from vescale.fsdp._torch_compat import is_fake
+
+MESSAGE_BYTES = 2048
+
+
+def agree(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    what: str,
+    description: str,
+    error: Exception | None = None,
+) -> None:
+    """Raise on every rank if one has an ``error`` or their descriptions of ``what`` differ.
+
+    Costs one all-gather of 16 bytes per rank, and a second one of 2 KiB only to tell the error.
+    The rank with the error raises it as it is; the others raise RuntimeError with its message.
+    """
+    if group.size() == 1 or is_fake(group, device):
+        if error is not None:
+            raise error
+        return
+    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], signed=True)
+    mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=device)
+    everyone = _gather(mine, group).tolist()
+    if all(flag == 0 and other == digest for flag, other in everyone):
+        return
+    text = str(error) if error is not None else description
+    texts = [_decode(row) for row in _gather(_encode(text, device), group)]
+    if error is not None:
+        raise error
+    for rank, (flag, _) in enumerate(everyone):
+        if flag:
+            raise RuntimeError(f"rank {rank} of the group cannot {what}: {texts[rank]}")
+    first, rank = texts[0], next(r for r, (_, d) in enumerate(everyone) if d != everyone[0][1])
+    raise RuntimeError(
+        f"the ranks do not {what} alike; rank 0 and rank {rank} of the group differ first at: "
+        f"{_first_difference(first, texts[rank])}. Build and wrap the model alike on every rank."
+    )
+
+
+def _gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    out = row.new_empty(group.size() * row.numel())
+    dist.all_gather_into_tensor(out, row, group=group)
+    return out.view(group.size(), -1)
+
+
+def _encode(text: str, device: torch.device) -> torch.Tensor:
+    data = text.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _decode(row: torch.Tensor) -> str:
+    return bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _first_difference(one: str, other: str) -> str:
+    for left, right in zip(one.splitlines(), other.splitlines(), strict=False):
+        if left != right:
+            return f"{left!r} and {right!r}"
+    return f"{len(one.splitlines())} and {len(other.splitlines())} lines of description"

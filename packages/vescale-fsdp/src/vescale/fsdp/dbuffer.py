@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One flat storage for a planned group of tensors. Knows no module and no parameter.
+
+With S = ``plan.shard_numel`` and N the number of ranks, in elements: a rank's ``shard`` is [S], the
+``full`` buffer is [N * S] and rank ``i`` owns ``full[i * S : (i + 1) * S]``. Every tensor of the plan
+is one interval of ``full``, so a gathered tensor is a view of it and costs no copy.
+"""
+
+import torch
+import torch.distributed as dist
+
+from vescale.fsdp._torch_compat import set_version
+from vescale.fsdp.planner import Plan
+
+
+class DBuffer:
+    """A shard that lives on, and a full buffer whose memory exists only while it is needed.
+
+    ``dtype`` is that of the shard; ``full_dtype`` (default: the same) that of the full buffer, and
+    a gather casts the shard on its way. ``shard`` is None until it is set: a gradient buffer gets
+    one from each reduction.
+
+    Memory of ``full`` is given back by shrinking its storage to nothing and comes back by growing
+    it, so views that others hold (autograd's saved tensors) are valid again once it is gathered.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        full_dtype: torch.dtype | None = None,
+    ) -> None:
+        if plan.world_size != group.size():
+            raise ValueError(
+                f"the plan is for {plan.world_size} ranks, the process group has {group.size()}; "
+                "plan the buffer for the group it lives on."
+            )
+        self.plan, self.group, self.rank = plan, group, group.rank()
+        self.dtype, self.full_dtype, self.device = dtype, full_dtype or dtype, device
+        self.shard: torch.Tensor | None = None
+        self._full: torch.Tensor | None = None
+        self._gathering: tuple[dist.Work | None, int] | None = None
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full buffer [N * S]; raises RuntimeError while it has no memory."""
+        if not self.has_full:
+            raise RuntimeError("the full buffer has no memory; call allocate_full() first.")
+        return self._full
+
+    @property
+    def has_full(self) -> bool:
+        """Whether the full buffer has memory now."""
+        return self._full is not None and (
+            self._full.numel() == 0 or self._full.untyped_storage().nbytes() > 0
+        )
+
+    def allocate_shard(self) -> torch.Tensor:
+        """Give the shard memory, filled with zeros so that padding is defined, and return it."""
+        self.shard = torch.zeros(self.plan.shard_numel, dtype=self.dtype, device=self.device)
+        return self.shard
+
+    def allocate_full(self) -> torch.Tensor:
+        """Give the full buffer memory with undefined contents: one allocation; a no-op if it has."""
+        if self._full is None:
+            # Not an inference tensor, also under torch.inference_mode: training may follow.
+            with torch.inference_mode(False):
+                self._full = torch.empty(
+                    self.plan.buffer_numel, dtype=self.full_dtype, device=self.device
+                )
+        elif not self.has_full:
+            self._full.untyped_storage().resize_(self._full.nbytes)
+        return self._full
+
+    def free_full(self) -> None:
+        """Give the full buffer's memory back. Views stay valid objects without contents."""
+        if self._full is not None:
+            self._full.untyped_storage().resize_(0)
+
+    def slot(self) -> torch.Tensor:
+        """Return this rank's part of the full buffer: [S], a view."""
+        return self.full.narrow(0, self.rank * self.plan.shard_numel, self.plan.shard_numel)
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return tensor ``index``, flat [numel], as a view of the full buffer."""
+        request = self.plan.requests[index]
+        return self.full.narrow(0, self.plan.offsets[index], request.numel)
+
+    def shard_view(self, index: int, shard: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this rank's part of tensor ``index``, flat, as a view of ``shard``.
+
+        ``shard`` defaults to the buffer's own; pass another [S] tensor of the same layout.
+        """
+        _, start, numel = self.plan.local_range(index, self.rank)
+        return (self.shard if shard is None else shard).narrow(0, start, numel)
+
+    def all_gather(self) -> None:
+        """Launch the gather of all shards into the full buffer: one collective, no copy around it.
+
+        The backend reads the shard and writes where the tensors are used. Where the dtypes differ,
+        the shard is cast once, straight into this rank's slot. Call ``wait_gather`` before use.
+        """
+        full = self.allocate_full()
+        version, work = full._version, None
+        if full.numel():
+            with torch.no_grad():
+                source = self.shard
+                if self.full_dtype != self.dtype:
+                    source = self.slot()
+                    source.copy_(self.shard)
+                work = dist.all_gather_into_tensor(full, source, group=self.group, async_op=True)
+        self._gathering = work, version
+
+    def wait_gather(self) -> None:
+        """Wait for the gather under way, if any: the current stream does, where there is one."""
+        if self._gathering is None:
+            return
+        (work, version), self._gathering = self._gathering, None
+        if work is not None:
+            work.wait()
+        # The contents are what they were when autograd saved them: not a modification. Only now,
+        # because gloo counts its writes from a thread of its own.
+        set_version(self._full, version)
+
+    def reduce_scatter(
+        self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce the full buffer over the ranks into a new ``shard`` [S] of ``full_dtype``.
+
+        One collective. With ``async_op``, the full buffer must keep its memory, and the shard has
+        no contents, until the returned work has been waited for.
+        """
+        self.shard = self.full.new_empty(self.plan.shard_numel)
+        if not self.plan.shard_numel:
+            return None
+        return dist.reduce_scatter_tensor(
+            self.shard, self.full, op=op, group=self.group, async_op=async_op
+        )
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the padding of the full buffer as (start, numel), in order."""
+        plan = self.plan
+        used = sorted((o, r.numel) for o, r in zip(plan.offsets, plan.requests, strict=True))
+        gaps, end = [], 0
+        for offset, numel in used:
+            if not numel:
+                continue
+            if offset > end:
+                gaps.append((end, offset - end))
+            end = offset + numel
+        if plan.buffer_numel > end:
+            gaps.append((end, plan.buffer_numel - end))
+        return gaps

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point: shard a module's parameters and gather them around its forward."""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from vescale.fsdp.agreement import agree
+from vescale.fsdp.granularity import Granularity, resolve_granularity
+from vescale.fsdp.module import UNIT, FSDPModule, _check_reshard
+from vescale.fsdp.param_group import OWNER_ATTRIBUTE, Managed, ParamGroup
+from vescale.fsdp.policy import MixedPrecisionPolicy, check_policy
+from vescale.fsdp.unit import Unit
+
+_wrapped_classes: dict[type, type] = {}
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = None,
+) -> FSDPModule:
+    """Shard ``module``'s parameters over ``mesh``, in place, and return it.
+
+    Parameters of submodules that are wrapped already stay with them, so wrap from the inside out:
+    each block, then the model. All parameters of one call are gathered together, before the
+    module's forward, and their gradients reduced together.
+
+    - ``mesh``: 1-D; default: all ranks of the default process group.
+    - ``reshard_after_forward``: free the full parameters after forward and gather them again in
+      backward (True), or keep them (False). None: True, but False for the root while gradients
+      are on.
+    - ``mp_policy``: dtypes of computation, reduction and output, as in torch's FSDP2.
+    - ``ignored_params``: parameters to leave as they are.
+    - ``granularity``: how finely a parameter may be cut: ``Elements()``, ``Rows(n)``,
+      ``Block(dims, n)``, ``Whole()``, or a function ``(fqn, param)`` that returns one. Default:
+      ``Rows(1)``, and ``Elements()`` for fewer than two dims.
+
+    After the call ``module``'s class is ``FSDP<its class>``, a subclass of it and of
+    ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views of one
+    flat buffer per dtype. Values are taken from this rank's memory: all ranks must hold the same.
+    Build optimizers after the call.
+
+    Raises on every rank alike, and before anything is changed: TypeError, ValueError or
+    NotImplementedError for arguments; RuntimeError without a process group, or if the ranks wrap
+    different things.
+    """
+    _check_module(module)
+    _check_reshard(reshard_after_forward, optional=True)
+    check_policy(mp_policy)
+    mesh = _check_mesh(mesh, module)
+    device = _device(mesh)
+    found: list[list[Managed]] = []
+    borrowed: list[ParamGroup] = []
+    error = None
+    try:
+        items, ties = _collect(module, ignored_params or set(), granularity)
+        _check_devices(items, module, device)
+        found = _split(items)
+    except (TypeError, ValueError, NotImplementedError) as caught:
+        error = caught
+    agree(mesh.get_group(), device, "wrap the module", _describe(module, mp_policy, found), error)
+    groups = [ParamGroup(items, mesh, device, mp_policy) for items in found]
+    for group in groups:
+        group.shard()
+    for (owner, index), slots in ties.items():
+        owner.managed[index].slots.extend(slots)
+        owner.managed[index].register(owner.managed[index].sharded)
+        if owner not in borrowed:
+            borrowed.append(owner)
+    _move_buffers(module, device)
+    unit = Unit(module, groups, borrowed, mp_policy, reshard_after_forward)
+    module.__dict__[UNIT] = unit
+    module.__class__ = _wrapped_class(type(module))
+    return module
+
+
+def _wrapped_class(cls: type) -> type:
+    if cls not in _wrapped_classes:
+        namespace = {"__module__": cls.__module__}
+        _wrapped_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+    return _wrapped_classes[cls]
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module is a {type(module).__name__}, expected an nn.Module; wrap the modules of a "
+            "list one by one."
+        )
+    if isinstance(module, FSDPModule):
+        raise ValueError(
+            f"{type(module).__name__} is wrapped already; call fully_shard once per module."
+        )
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{type(module).__name__} has no forward to gather for; wrap the modules inside it, "
+            "or a module around it that has one."
+        )
+
+
+def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group and there is none; start the script with torchrun "
+            "and call torch.distributed.init_process_group() first."
+        )
+    if mesh is None:
+        return init_device_mesh(_default_device_type(module), (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}, expected a DeviceMesh; pass for example "
+            "init_device_mesh('cpu', (world_size,))."
+        )
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            f"mesh has {mesh.ndim} axes {tuple(mesh.shape)}, expected 1; hybrid sharding is not "
+            "supported yet. Pass the axis to shard over, such as mesh['shard']."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh of {mesh.size()} ranks over a world of "
+            f"{dist.get_world_size()}; call fully_shard on the mesh's ranks only, or pass a mesh "
+            "of all ranks."
+        )
+    return mesh
+
+
+def _default_device_type(module: nn.Module) -> str:
+    kinds = {param.device.type for param in module.parameters()} - {"meta", "cpu"}
+    if kinds:
+        return kinds.pop()
+    return "cuda" if "nccl" in dist.get_backend() else "cpu"
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    index = torch.get_device_module(mesh.device_type).current_device()
+    return torch.device(mesh.device_type, index)
+
+
+def _collect(
+    module: nn.Module,
+    ignored: set[nn.Parameter],
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None,
+) -> tuple[list[Managed], dict[tuple[ParamGroup, int], list]]:
+    """Return the parameters that ``module`` will manage, and its ties to other units'."""
+    found: dict[int, Managed] = {}
+    ties: dict[tuple[ParamGroup, int], list] = {}
+    ignored_ids = {id(param) for param in ignored}
+    for prefix, submodule in _unwrapped(module, ""):
+        for name, param in submodule._parameters.items():
+            if param is None or id(param) in ignored_ids:
+                continue
+            fqn, slot = f"{prefix}{name}", (weakref.ref(submodule), name)
+            owner = getattr(param, OWNER_ATTRIBUTE, None)
+            group = owner[0]() if owner is not None else None
+            if group is not None:
+                ties.setdefault((group, owner[1]), []).append(slot)
+            elif id(param) in found:
+                found[id(param)].slots.append(slot)
+            else:
+                _check_param(fqn, param)
+                chosen = resolve_granularity(granularity, fqn, param)
+                found[id(param)] = Managed(fqn, [slot], param, chosen)
+    return list(found.values()), ties
+
+
+def _unwrapped(module: nn.Module, prefix: str):
+    """Yield (prefix, module) of ``module`` and what is under it, down to wrapped submodules."""
+    seen = set()
+    stack = [(prefix, module)]
+    while stack:
+        prefix, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield prefix, module
+        children = [
+            (f"{prefix}{name}.", child)
+            for name, child in module.named_children()
+            if not isinstance(child, FSDPModule)
+        ]
+        stack.extend(reversed(children))
+
+
+def _check_param(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(f"{fqn} is not initialised; run one forward of the lazy module first.")
+    if hasattr(param, "device_mesh"):
+        raise NotImplementedError(
+            f"{fqn} is a DTensor of placements {param.placements}; sharding a tensor-parallel "
+            "parameter further is not supported yet."
+        )
+    if type(param) is not nn.Parameter:
+        raise NotImplementedError(
+            f"{fqn} is a {type(param).__name__}, expected an nn.Parameter; tensor subclasses are "
+            "not supported yet. Pass it in ignored_params to leave it as it is."
+        )
+    if param.is_complex() and param.requires_grad:
+        raise NotImplementedError(
+            f"{fqn} is complex ({param.dtype}) and trainable, which is not supported yet; "
+            "store it as real numbers and use torch.view_as_complex in forward."
+        )
+
+
+def _check_devices(items: list[Managed], module: nn.Module, device: torch.device) -> None:
+    name = type(module).__name__
+    for item in items:
+        kind = item.original.device
+        if kind.type not in ("meta", "cpu") and kind != device:
+            raise ValueError(
+                f"{item.fqn} of {name} is on {kind}, but the mesh is on {device}; move the module "
+                f"to {device} (or to the CPU) before fully_shard."
+            )
+    meta = [item.fqn for item in items if item.original.is_meta]
+    real = [item.fqn for item in items if not item.original.is_meta]
+    if meta and real:
+        raise ValueError(
+            f"{name} has {meta[0]} on the meta device and {real[0]} on {device}; materialise all "
+            "of the module's parameters before fully_shard, or none."
+        )
+
+
+def _split(items: list[Managed]) -> list[list[Managed]]:
+    """Split by dtype and requires_grad, in order of appearance; one group needs one of each."""
+    groups: dict[tuple[torch.dtype, bool], list[Managed]] = {}
+    for item in items:
+        groups.setdefault((item.original.dtype, item.original.requires_grad), []).append(item)
+    return list(groups.values())
+
+
+def _describe(
+    module: nn.Module, policy: MixedPrecisionPolicy, groups: list[list[Managed]]
+) -> str:
+    """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter."""
+    lines = [f"{type(module).__name__} with {policy}"]
+    for items in groups:
+        for item in items:
+            p = item.original
+            lines.append(
+                f"{item.fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} "
+                f"{item.granularity}"
+            )
+    return "\n".join(lines)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for _, submodule in _unwrapped(module, ""):
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                submodule._buffers[name] = buffer.to(device)

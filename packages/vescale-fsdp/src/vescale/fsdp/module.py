@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``fully_shard`` makes of a module: its own class, plus gathering around its forward."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from vescale.dtensor import distribute_tensor
+from vescale.fsdp.param_group import Managed, ParamGroup
+from vescale.fsdp.saved_tensors import saved_tensor_watch
+from vescale.fsdp.schedule import Schedule
+from vescale.fsdp.unit import Unit
+
+UNIT = "_vescale_unit"  # in the instance's __dict__, past nn.Module.__setattr__
+
+
+class UnshardHandle:
+    """A gather under way; see ``FSDPModule.unshard``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait until the full parameters are in their modules. Further calls do nothing."""
+        if self._unit is not None:
+            self._unit.unshard()
+            self._unit = None
+
+
+class FSDPModule:
+    """Mixed into a module's class by ``fully_shard``.
+
+    Calling the module, or its ``forward``, gathers its parameters, runs it and frees them. At all
+    other times its parameters are sharded DTensors.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        # Containers build slices of themselves with type(self)(...): those are plain modules.
+        plain = cls.__mro__[2]
+        return plain(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, super().__call__, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward; a direct call gathers as calling the module does."""
+        return _run(self, super().forward, args, kwargs)
+
+    # --- gathering by hand ------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters (not those of wrapped submodules).
+
+        With ``async_op`` the gather is only launched; ``wait()`` of the returned handle, or the
+        next forward, completes it. ``reshard()`` or the next forward frees the memory.
+        """
+        unit = unit_of(self)
+        if async_op:
+            unit.prefetch()
+            return UnshardHandle(unit)
+        unit.unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's full parameters and put the sharded ones in place."""
+        unit = unit_of(self)
+        unit.reshard()
+        unit.drop_unclaimed()
+
+    def reset_iter_state(self) -> None:
+        """Recover after an exception in forward or backward: drop gradients not yet reduced, free
+        full parameters, forget the iteration. Every rank must call it."""
+        unit = unit_of(self)
+        if unit.schedule is not None:
+            unit.schedule.reset(drop_gradients=True)
+
+    # --- settings ---------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backward reduces gradients; without, they add up unsharded.
+
+        Gradient accumulation that communicates once costs a full gradient buffer per unit.
+        """
+        for unit in _units(self, recurse):
+            unit.requires_gradient_sync = requires_gradient_sync
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True
+    ) -> None:
+        """Choose whether forward frees the full parameters, to gather them again in backward."""
+        _check_reshard(reshard_after_forward, optional=False)
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether backward frees the full parameters."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    # --- what nn.Module does with parameters ------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state dict with sharded parameters, as DTensors, without communication."""
+        for unit in _units(self, recurse=False):
+            unit.reshard()
+        return super().state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
+        unit = unit_of(self)
+        unit.reshard()
+        super()._apply(fn, recurse)
+        for group in unit.groups:
+            group.adopt_moved()
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, local_metadata: dict, *args: Any
+    ) -> None:
+        unit = unit_of(self)
+        unit.reshard()
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for group, index, names in _managed_names(self, unit):
+            for name in names:
+                key = prefix + name
+                if isinstance(state_dict.get(key), torch.Tensor):
+                    state_dict[key] = _loadable(group, index, state_dict[key], assign=assign)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _run(module: FSDPModule, inner: Callable, args: tuple, kwargs: dict) -> Any:
+    unit = unit_of(module)
+    if unit.entered:  # forward() inside of __call__(), or a module that calls itself
+        return inner(*args, **kwargs)
+    if unit.schedule is None:
+        _become_root(module)
+    unit.entered = True
+    entered = False
+    try:
+        args, kwargs = unit.before_forward(args, kwargs)
+        entered = True
+        with saved_tensor_watch():
+            output = inner(*args, **kwargs)
+        return unit.after_forward(output)
+    except BaseException:
+        unit.schedule.abort_forward()
+        raise
+    finally:
+        unit.entered = False
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """Return the unit behind a wrapped module; raises ValueError for any other module."""
+    unit = module.__dict__.get(UNIT)
+    if unit is None:
+        raise ValueError(
+            f"{type(module).__name__} is not wrapped; call fully_shard on it first."
+        )
+    return unit
+
+
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    """Return the parameter groups of ``model``'s units, in the order of ``named_modules``.
+
+    Each group's ``name`` is the FQN of its unit in ``model``; "" for the model itself.
+    """
+    groups = []
+    for name, module in model.named_modules():
+        unit = module.__dict__.get(UNIT)
+        for group in unit.groups if unit is not None else ():
+            group.name = name
+            groups.append(group)
+    return groups
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients without communication inside the context.
+
+    Restores each unit's setting at the end, also after an exception. See
+    ``FSDPModule.set_requires_gradient_sync`` for what it costs.
+    """
+    units = [u for m in module.modules() if (u := m.__dict__.get(UNIT)) is not None]
+    before = [unit.requires_gradient_sync for unit in units]
+    for unit in units:
+        unit.requires_gradient_sync = False
+    try:
+        yield
+    finally:
+        for unit, setting in zip(units, before, strict=True):
+            unit.requires_gradient_sync = setting
+
+
+def _become_root(module: nn.Module) -> None:
+    """Put all units under ``module`` on one schedule."""
+    schedule = Schedule()
+    param_groups(module)  # names them
+    for unit in _units(module, recurse=True):
+        unit.join(schedule)
+        unit.is_root = unit.module() is module
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    modules = module.modules() if recurse else [module]
+    return [unit for m in modules if (unit := m.__dict__.get(UNIT)) is not None]
+
+
+def _check_reshard(value: Any, *, optional: bool) -> None:
+    if isinstance(value, bool) or (optional and value is None):
+        return
+    if isinstance(value, int):
+        raise NotImplementedError(
+            f"reshard_after_forward={value}: a smaller world's copy is not supported yet; pass "
+            "True or False."
+        )
+    raise TypeError(
+        f"reshard_after_forward={value!r} is a {type(value).__name__}; pass True or False"
+        + (", or None for the default." if optional else ".")
+    )
+
+
+def _managed_names(
+    module: nn.Module, unit: Unit
+) -> Iterator[tuple[ParamGroup, int, list[str]]]:
+    """Yield (group, index, names relative to ``module``) of the parameters placed in it."""
+    prefixes = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
+    for group in unit.all_groups:
+        for index, item in enumerate(group.managed):
+            names = [
+                prefixes[id(m)] + name
+                for ref, name in item.slots
+                if (m := ref()) is not None and id(m) in prefixes
+            ]
+            yield group, index, names
+
+
+def _loadable(
+    group: ParamGroup, index: int, value: torch.Tensor, *, assign: bool
+) -> torch.Tensor | Mapping:
+    """Return what ``_load_from_state_dict`` can take for a sharded parameter: no communication."""
+    item: Managed = group.managed[index]
+    target = item.sharded
+    if value.shape != target.shape or value is target:
+        return value  # torch's own error names the parameter and both shapes
+    if not hasattr(value, "device_mesh"):
+        value = distribute_tensor(
+            value.detach(), group.mesh, item.spec.placements, src_data_rank=None
+        )
+    if not assign:
+        return value
+    # The parameter stays the one that the buffer holds: it takes the values over.
+    group.materialize()
+    with torch.no_grad():
+        target.copy_(value)
+    return target

@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of one unit that share dtype and mesh, over one buffer.
+
+A managed parameter has two forms. The sharded one is an ``nn.Parameter`` holding a RaggedShard
+DTensor whose local data is a view of the buffer's shard; optimizers and checkpoints see it. The
+gathered one is a plain ``nn.Parameter``, a view of the full buffer; the module computes with it.
+"""
+
+import enum
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.dtensor import DTensor, RaggedShard
+from vescale.dtensor.tensor import make_ragged, ragged_spec, set_local
+from vescale.fsdp._torch_compat import gradient_hooks, post_accumulate_hooks
+from vescale.fsdp.dbuffer import DBuffer
+from vescale.fsdp.gradients import GradientBuffer
+from vescale.fsdp.granularity import Granularity, local_units
+from vescale.fsdp.planner import Plan, Request, plan
+from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
+from vescale.fsdp.saved_tensors import unwatch, watch
+
+SLICE_ALIGN_BYTES = 16  # slower collectives below it: pytorch/pytorch #195450
+OWNER_ATTRIBUTE = "_vescale_owner"  # on a parameter that a group replaced
+
+
+class State(enum.Enum):
+    """Where a group's full parameters are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+@dataclass(eq=False)
+class Managed:
+    """One parameter: its places in modules, and its sharded and gathered forms."""
+
+    fqn: str
+    slots: list[tuple[weakref.ref[nn.Module], str]]
+    original: nn.Parameter | None
+    granularity: Granularity
+    spec: object = None
+    sharded: nn.Parameter = None
+    gathered: nn.Parameter | None = None
+    extras: dict = field(default_factory=dict)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Put ``param`` into every place, without the checks of ``setattr``."""
+        for module_ref, name in self.slots:
+            module = module_ref()
+            if module is not None:
+                module._parameters[name] = param
+
+    def check_registered(self) -> None:
+        """Raise RuntimeError if somebody put another parameter into one of the places."""
+        for module_ref, name in self.slots:
+            module = module_ref()
+            if module is None:
+                continue
+            found = module._parameters.get(name)
+            if found is not self.sharded and found is not self.gathered:
+                raise RuntimeError(
+                    f"{self.fqn}: the parameter was replaced by another object after fully_shard; "
+                    "copy values into the sharded parameter (param.copy_, load_state_dict), or "
+                    "replace it before fully_shard."
+                )
+
+
+class ParamGroup:
+    """Shard, gather and reduce the parameters of one group; each change checks the state."""
+
+    def __init__(
+        self,
+        managed: list[Managed],
+        mesh: DeviceMesh,
+        device: torch.device,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        first = managed[0].original
+        self.name = ""
+        self.managed, self.mesh, self.device, self.policy = managed, mesh, device, policy
+        self.process_group: dist.ProcessGroup = mesh.get_group()
+        self.dtype = first.dtype
+        self.param_dtype = compute_dtype(self.dtype, policy)
+        self.reduce_dtype = policy.reduce_dtype or self.param_dtype
+        self.state = State.SHARDED
+        self.holders: set[int] = set()
+        self.weights: DBuffer | None = None
+        self.plan = _plan(managed, mesh.size(), self.narrowest_dtype())
+        self._gradients: GradientBuffer | None = None
+        self._reducing: set[int] | None = None
+        self._reduced: tuple[weakref.ref, list[weakref.ref]] | None = None
+        self._version = -1
+        self._expected = 0  # how many parameters require a gradient
+        self._arrived: set[int] = set()  # whose gradient came since the last reduction or backward
+        self._listener: tuple[weakref.WeakMethod, weakref.WeakMethod] | None = None
+
+    def listen(self, on_use: Callable[[], None], on_gradient: Callable[[], None]) -> None:
+        """Call these bound methods, held weakly, when backward needs the full parameters, and
+        after each gradient that it produced."""
+        self._listener = (weakref.WeakMethod(on_use), weakref.WeakMethod(on_gradient))
+
+    def _tell(self, which: int) -> None:
+        method = self._listener[which]() if self._listener is not None else None
+        if method is not None:
+            method()
+
+    def used_in_backward(self) -> None:
+        """Tell the unit that backward needs a tensor that lies in the full buffer."""
+        self._tell(0)
+
+    def narrowest_dtype(self) -> torch.dtype:
+        """Return the narrowest dtype that the layout is used with."""
+        return min((self.dtype, self.param_dtype, self.reduce_dtype), key=lambda d: d.itemsize)
+
+    # --- the sharded form -------------------------------------------------------------------
+
+    def shard(self) -> None:
+        """Replace every original parameter by its sharded form; copies this rank's part only."""
+        device = self.device
+        if self.managed[0].original.is_meta:
+            device = torch.device("meta")
+        self.weights = self._new_weights(device, self.dtype)
+        self.weights.allocate_shard()
+        for index, item in enumerate(self.managed):
+            original = item.original
+            begin, _, numel = self.plan.local_range(index, self.weights.rank)
+            local = self.weights.shard_view(index)
+            if numel and not original.is_meta:
+                # reshape: a view of a contiguous parameter, a copy of any other (L8)
+                local.copy_(original.detach().reshape(-1)[begin : begin + numel])
+            units = local_units(
+                self.plan, index, item.granularity.unit_numel(original.shape, fqn=item.fqn)
+            )
+            placement = RaggedShard(item.granularity.dims(original.shape, fqn=item.fqn), units)
+            item.spec = ragged_spec(self.mesh, (placement,), tuple(original.shape), self.dtype)
+            item.extras = {k: v for k, v in vars(original).items() if k != OWNER_ATTRIBUTE}
+            item.sharded = nn.Parameter(
+                make_ragged(local, item.spec), requires_grad=original.requires_grad
+            )
+            vars(item.sharded).update(item.extras)
+            item.register(item.sharded)
+            # A tie to a module that is wrapped later is found through the original.
+            setattr(original, OWNER_ATTRIBUTE, (weakref.ref(self), index))
+            item.original = None
+
+    def adopt_moved(self) -> None:
+        """Bring the buffer back under parameters that ``Module._apply`` moved or cast.
+
+        After ``to_empty``, ``to(device)``, ``to(dtype)`` or ``float()`` the sharded parameters hold
+        memory of their own; their values are copied into one new shard of their new device and
+        dtype and they become views of it again.
+        """
+        locals_ = [item.sharded.to_local().detach() for item in self.managed]
+        device, dtype = locals_[0].device, locals_[0].dtype
+        if any((t.device, t.dtype) != (device, dtype) for t in locals_):
+            raise RuntimeError(
+                f"parameters of the unit {self.name!r} are no longer of one device and dtype: "
+                f"{sorted({f'{t.device} {t.dtype}' for t in locals_})}; move the unit as a whole."
+            )
+        shard = self.weights.shard
+        if all(
+            t.numel() == 0 or t.untyped_storage()._cdata == shard.untyped_storage()._cdata
+            for t in locals_
+        ) and (device, dtype) == (shard.device, shard.dtype):
+            return
+        if dtype != self.dtype:
+            self.dtype = dtype
+            self.param_dtype = compute_dtype(dtype, self.policy)
+            self.reduce_dtype = self.policy.reduce_dtype or self.param_dtype
+        self.weights = self._new_weights(device, dtype)
+        self.weights.allocate_shard()
+        self._gradients = self._reduced = None
+        for index, (item, local) in enumerate(zip(self.managed, locals_, strict=True)):
+            view = self.weights.shard_view(index)
+            if not local.is_meta:
+                view.copy_(local)
+            item.spec = ragged_spec(
+                self.mesh, item.spec.placements, tuple(item.sharded.shape), dtype
+            )
+            set_local(item.sharded, view)
+            item.gathered = None
+
+    def materialize(self) -> None:
+        """Give a shard on the meta device real memory, of undefined contents."""
+        if self.weights.device.type != "meta":
+            return
+        self.weights = self._new_weights(self.device, self.dtype)
+        self.weights.allocate_shard()
+        for index, item in enumerate(self.managed):
+            set_local(item.sharded, self.weights.shard_view(index))
+
+    def _new_weights(self, device: torch.device, dtype: torch.dtype) -> DBuffer:
+        return DBuffer(
+            self.plan, self.process_group, dtype=dtype, device=device, full_dtype=self.param_dtype
+        )
+
+    # --- gather and free --------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Launch the gather of the full parameters; a no-op if it is under way or done."""
+        if self.state is State.GATHERED and self._version != self._sharded_version():
+            self._free()  # an optimizer has stepped since
+        if self.state is not State.SHARDED:
+            return
+        if self.weights.device.type == "meta":
+            raise RuntimeError(
+                f"the unit {self.name!r} still has its parameters on the meta device; call "
+                "model.to_empty(device=...) and initialise them, or load a checkpoint, first."
+            )
+        self._version = self._sharded_version()
+        with torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"):
+            self.weights.all_gather()
+        watch(self.weights.full, self.used_in_backward)
+        self.state = State.GATHERING
+
+    def wait(self, holder: int) -> None:
+        """Make the full parameters usable by ``holder`` and put them into their modules."""
+        self.gather()
+        self.holders.add(holder)
+        if self.state is State.GATHERING:
+            self.weights.wait_gather()
+            self.state = State.GATHERED
+        if self.managed[0].gathered is None:
+            self._make_gathered()
+        self._expected = 0
+        for item in self.managed:
+            item.check_registered()
+            self._expected += item.sharded.requires_grad
+            if item.gathered.requires_grad != item.sharded.requires_grad:
+                item.gathered.requires_grad_(item.sharded.requires_grad)
+            item.register(item.gathered)
+
+    def release(self, holder: int) -> None:
+        """Give the full parameters up for ``holder``; the last one frees their memory."""
+        self.holders.discard(holder)
+        if not self.holders:
+            self._free()
+
+    def _free(self) -> None:
+        self.weights.wait_gather()
+        if self.state is not State.SHARDED:
+            unwatch(self.weights.full)
+            self.weights.free_full()
+            self.state = State.SHARDED
+        for item in self.managed:
+            item.register(item.sharded)
+
+    def _make_gathered(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for index, item in enumerate(self.managed):
+                view = self.weights.view(index).view(item.sharded.shape)
+                item.gathered = nn.Parameter(view, requires_grad=item.sharded.requires_grad)
+                vars(item.gathered).update(item.extras)
+                if item.gathered.is_floating_point() or item.gathered.is_complex():
+                    requires_grad = item.gathered.requires_grad
+                    item.gathered.requires_grad_(True)  # a hook needs it; set back below
+                    item.gathered.register_post_accumulate_grad_hook(_Taker(self, index))
+                    item.gathered.requires_grad_(requires_grad)
+
+    def _sharded_version(self) -> int:
+        return sum(item.sharded._version for item in self.managed)
+
+    # --- gradients --------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter of the group requires a gradient."""
+        return any(item.sharded.requires_grad for item in self.managed)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait in the buffer for a reduction."""
+        return self._gradients is not None and bool(self._gradients.written)
+
+    @property
+    def gradients_complete(self) -> bool:
+        """Whether this backward has brought a gradient for every trainable parameter."""
+        return len(self._arrived) >= self._expected
+
+    def end_backward(self) -> None:
+        """Count arriving gradients anew."""
+        self._arrived.clear()
+
+    def take_gradient(self, index: int) -> None:
+        """Move the gradient that autograd just left on a gathered parameter into the buffer."""
+        gathered = self.managed[index].gathered
+        self.finish_reduce()  # of this very buffer, if the parameter is used once more
+        self._gradient_buffer().write(index, gathered.grad)
+        gathered.grad = None
+        self._arrived.add(index)
+        self._tell(1)
+
+    def _gradient_buffer(self) -> GradientBuffer:
+        if self._gradients is None:
+            self._gradients = GradientBuffer(
+                self.plan, self.process_group, dtype=self.reduce_dtype, device=self.weights.device
+            )
+        return self._gradients
+
+    def start_reduce(self, divisor: float) -> None:
+        """Launch the one reduction of the group's gradients; its payload is always the same."""
+        gradients = self._gradient_buffer()
+        self._reducing = set(gradients.written)
+        self._arrived.clear()
+        with torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"):
+            gradients.start(divisor)
+
+    def finish_reduce(self) -> None:
+        """Put the result of the reduction under way, if any, into the sharded ``.grad``.
+
+        A parameter for which no rank had a gradient keeps the ``.grad`` it had.
+        """
+        if self._reducing is None:
+            return
+        used_here, self._reducing = self._reducing, None
+        gradients = self._gradients
+        reduced = gradients.finish()
+        unused = {
+            index
+            for index, item in enumerate(self.managed)
+            if index not in used_here
+            and (not item.sharded.requires_grad or gradients.is_unused(index, reduced))
+        }
+        reduced = reduced.to(self.dtype)
+        if unused or not self._accumulate_whole(reduced):
+            self._accumulate_each(reduced, unused)
+        for index, item in enumerate(self.managed):
+            if index not in unused:
+                for hook in post_accumulate_hooks(item.sharded):
+                    hook(item.sharded)
+
+    def _accumulate_whole(self, reduced: torch.Tensor) -> bool:
+        """Add to the last result as one buffer, if the parameters still hold all of it."""
+        if self._reduced is None:
+            return False
+        buffer = self._reduced[0]()
+        intact = buffer is not None and all(
+            item.sharded.grad is not None
+            and item.sharded.grad is grad()
+            and not gradient_hooks(item.sharded)
+            for item, grad in zip(self.managed, self._reduced[1], strict=True)
+        )
+        if not intact:
+            self._reduced = None
+            return False
+        buffer.add_(reduced)
+        return True
+
+    def _accumulate_each(self, reduced: torch.Tensor, unused: set[int]) -> None:
+        fresh = not unused
+        for index, item in enumerate(self.managed):
+            if index in unused:
+                continue
+            sharded = item.sharded
+            grad = make_ragged(self.weights.shard_view(index, reduced), item.spec)
+            for hook in gradient_hooks(sharded):
+                replaced = hook(grad)
+                grad = grad if replaced is None else replaced
+            if sharded.grad is None:
+                sharded.grad = grad
+            else:
+                fresh = False
+                with torch.no_grad():
+                    sharded.grad += grad
+        self._reduced = None
+        if fresh:
+            # Weak: zero_grad() must free the memory.
+            grads = [weakref.ref(item.sharded.grad) for item in self.managed]
+            self._reduced = (weakref.ref(reduced), grads)
+
+    def reset(self, *, drop_gradients: bool) -> None:
+        """Return to the state before a forward: nothing under way, nothing gathered.
+
+        ``drop_gradients`` also forgets the gradients that wait for a reduction.
+        """
+        self.finish_reduce()
+        self._arrived.clear()
+        if drop_gradients and self._gradients is not None:
+            self._gradients.drop()
+        self.holders.clear()
+        self._free()
+        for item in self.managed:
+            if item.gathered is not None:
+                item.gathered.grad = None
+
+
+class _Taker:
+    """Hook of a gathered parameter: hands its gradient to the group, which it does not own."""
+
+    def __init__(self, group: ParamGroup, index: int) -> None:
+        self._group, self._index = weakref.ref(group), index
+
+    def __call__(self, param: nn.Parameter) -> None:
+        group = self._group()
+        if group is not None:
+            group.take_gradient(self._index)
+
+
+def _plan(managed: list[Managed], world_size: int, narrowest: torch.dtype) -> Plan:
+    requests = [
+        Request(
+            item.fqn,
+            item.original.numel(),
+            item.granularity.block_numel(item.original.shape, fqn=item.fqn),
+        )
+        for item in managed
+    ]
+    align = SLICE_ALIGN_BYTES // math.gcd(SLICE_ALIGN_BYTES, narrowest.itemsize)
+    return plan(requests, world_size, align=align)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One wrapped module: its parameter groups, and where it stands in the step."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from vescale.fsdp._torch_compat import current_backward
+from vescale.fsdp.param_group import ParamGroup, State
+from vescale.fsdp.policy import MixedPrecisionPolicy
+from vescale.fsdp.saved_tensors import others_watch
+from vescale.fsdp.schedule import Schedule
+from vescale.fsdp.structure import cast_floating, tensors_in
+
+
+class _Call:
+    """A forward whose inputs wait for their gradients; gone when its graph is."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Unit:
+    """Gather before use, free after it, and say when backward is done.
+
+    ``groups`` are the unit's own; ``borrowed`` ones belong to another unit, which owns a parameter
+    tied to one of this unit's modules.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: list[ParamGroup],
+        borrowed: list[ParamGroup],
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.groups, self.borrowed, self.policy = groups, borrowed, policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.schedule: Schedule | None = None
+        self.index = -1
+        self.is_root = False
+        self.entered = False
+        self.in_backward = False
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        for group in groups:
+            group.listen(self.before_backward, self._gradient_written)
+
+    @property
+    def all_groups(self) -> list[ParamGroup]:
+        """The groups that the module computes with."""
+        return self.groups + self.borrowed
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of the unit's own groups wait for a reduction."""
+        return any(group.has_gradients for group in self.groups)
+
+    def gradient_divisor(self, group: ParamGroup) -> float:
+        """Return what the sum of gradients over ranks is divided by: their number."""
+        return float(group.mesh.size())
+
+    def join(self, schedule: Schedule) -> None:
+        """Take part in ``schedule`` from now on."""
+        self.schedule = schedule
+        self.index = schedule.add(self)
+
+    # --- gather and free --------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gather the full parameters and put them into the modules."""
+        groups = self.all_groups
+        for group in groups:
+            group.gather()
+        for group in groups:
+            group.wait(id(self))
+
+    def prefetch(self) -> None:
+        """Launch the gather; somebody will wait for it."""
+        for group in self.all_groups:
+            group.gather()
+
+    def reshard(self) -> None:
+        """Give the full parameters up; their memory goes with the last unit that uses them."""
+        for group in self.all_groups:
+            group.release(id(self))
+
+    def drop_unclaimed(self) -> None:
+        """Free what was gathered ahead in vain."""
+        for group in self.groups:
+            if not group.holders:
+                group.release(id(self))
+
+    # --- forward ----------------------------------------------------------------------------
+
+    def before_forward(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Gather, look ahead, and return the inputs, cast as the policy says."""
+        self.schedule.enter_forward(self)
+        self.unshard()
+        self.schedule.prefetch_forward(self)
+        if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
+            args = cast_floating(self.policy.param_dtype, args)
+            kwargs = cast_floating(self.policy.param_dtype, kwargs)
+        if self._differentiable:
+            if any(group.trainable for group in self.groups):
+                self.schedule.arm(self)
+            self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, output: Any) -> Any:
+        """Free the full parameters, unless they are kept, and return the output, cast."""
+        if self.policy.output_dtype is not None:
+            output = cast_floating(self.policy.output_dtype, output)
+        differentiable = self._differentiable
+        if differentiable:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_weakly(self.before_backward))
+        if not self.in_backward and self._reshards_after_forward:
+            self.reshard()
+        self.schedule.leave_forward(self, differentiable=differentiable)
+        return output
+
+    @property
+    def _differentiable(self) -> bool:
+        # A recomputation by checkpointing is not: its graph serves the tensors it saves.
+        recomputes = self.schedule.in_backward and others_watch()
+        return torch.is_grad_enabled() and not recomputes
+
+    @property
+    def _reshards_after_forward(self) -> bool:
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        # The root is used first in backward, so by default it stays; without a backward an
+        # optimizer could step meanwhile.
+        return not (self.is_root and torch.is_grad_enabled())
+
+    def _watch_inputs(self, args: tuple, kwargs: dict) -> None:
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
+            return
+        call, unit = _Call(), weakref.ref(self)
+        self._calls.add(call)
+
+        def inputs_have_gradients(_: Any) -> None:
+            handle.remove()
+            this = unit()
+            if this is not None:
+                this._calls.discard(call)
+                this._inputs_done()
+
+        handle = register_multi_grad_hook(inputs, inputs_have_gradients)
+
+    # --- backward ---------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Have the full parameters in place: backward reached the unit."""
+        groups = self.all_groups
+        if self.in_backward and all(group.state is State.GATHERED for group in groups):
+            return
+        if current_backward() == -1:  # somebody looks into the graph
+            self.unshard()
+            return
+        self.in_backward = True
+        self.schedule.enter_backward(keep_gathered=torch.is_grad_enabled())
+        self.unshard()
+        self.schedule.prefetch_backward(self)
+
+    def _gradient_written(self) -> None:
+        if all(group.gradients_complete for group in self.groups if group.trainable):
+            self.schedule.ready(self)
+            if not self._calls:
+                self._reshard_in_backward()
+
+    def _inputs_done(self) -> None:
+        if self._calls or not self.in_backward:
+            return
+        if any(group.trainable for group in self.groups):
+            self.schedule.ready(self)
+        self._reshard_in_backward()
+
+    def _reshard_in_backward(self) -> None:
+        if self.reshard_after_backward and not self.schedule.keeps_gathered:
+            self.reshard()
+            self.in_backward = False
+
+    def leave_backward(self) -> None:
+        """Free the full parameters: the pass has ended."""
+        self.in_backward = False
+        for group in self.groups:
+            group.end_backward()
+        if self.reshard_after_backward and not self.schedule.keeps_gathered:
+            self.reshard()
+            self.drop_unclaimed()
+
+    def reset(self, *, drop_gradients: bool) -> None:
+        """Return to the state before a forward."""
+        self.entered = self.in_backward = False
+        self._calls.clear()
+        for group in self.groups:
+            group.reset(drop_gradients=drop_gradients)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+    """Return a tensor hook that calls a bound method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(_: torch.Tensor) -> None:
+        call = reference()
+        if call is not None:
+            call()
+
+    return hook

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+import torch.distributed as dist
+
+from testing.ranks import DEVICE
+from vescale.fsdp.dbuffer import DBuffer
+from vescale.fsdp.planner import Request, plan
+
+REQUESTS = [Request("a", 12, 4), Request("b", 5), Request("empty", 0), Request("whole", 7, 7)]
+
+
+def values(index, numel):
+    return torch.arange(float(numel), device=DEVICE) + 100 * index
+
+
+def fill(buffer):
+    buffer.allocate_shard()
+    for index, request in enumerate(REQUESTS):
+        begin, _, numel = buffer.plan.local_range(index, buffer.rank)
+        buffer.shard_view(index).copy_(values(index, request.numel)[begin : begin + numel])
+
+
+def check_gather(rank, world_size):
+    p = plan(REQUESTS, world_size, align=4)
+    for dtype, full_dtype in ((torch.float32, None), (torch.float32, torch.bfloat16)):
+        buffer = DBuffer(
+            p, dist.group.WORLD, dtype=dtype, device=torch.device(DEVICE), full_dtype=full_dtype
+        )
+        fill(buffer)
+        assert not buffer.has_full
+        with pytest.raises(RuntimeError, match="allocate_full"):
+            buffer.view(0)
+        for _ in range(2):
+            buffer.all_gather()
+            buffer.wait_gather()
+            for index, request in enumerate(REQUESTS):
+                torch.testing.assert_close(
+                    buffer.view(index), values(index, request.numel).to(full_dtype or dtype)
+                )
+            view = buffer.view(1)
+            version = view._version
+            buffer.free_full()
+            assert view.untyped_storage().nbytes() == 0
+        buffer.all_gather()
+        buffer.wait_gather()
+        # A view that was taken before is valid again, and autograd sees no modification.
+        torch.testing.assert_close(view, values(1, 5).to(full_dtype or dtype))
+        assert view._version == version
+
+
+def check_reduce(rank, world_size):
+    p = plan(REQUESTS, world_size, align=4)
+    buffer = DBuffer(p, dist.group.WORLD, dtype=torch.float32, device=torch.device(DEVICE))
+    buffer.allocate_full().zero_()
+    for index, request in enumerate(REQUESTS):
+        buffer.view(index).copy_(values(index, request.numel) * (rank + 1))
+    buffer.reduce_scatter()
+    total = world_size * (world_size + 1) / 2
+    for index, request in enumerate(REQUESTS):
+        begin, _, numel = p.local_range(index, rank)
+        expected = values(index, request.numel)[begin : begin + numel] * total
+        torch.testing.assert_close(buffer.shard_view(index), expected)
+
+
+def check_mismatch(rank, world_size):
+    with pytest.raises(ValueError, match=f"plan is for {world_size + 1} ranks"):
+        DBuffer(
+            plan(REQUESTS, world_size + 1),
+            dist.group.WORLD,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+
+
+def check_all(rank, world_size):
+    check_gather(rank, world_size)
+    check_reduce(rank, world_size)
+    check_mismatch(rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gather_and_reduce_on_views_of_one_buffer(run_ranks, world_size):
+    run_ranks(check_all, world_size)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each private name of torch that the package uses still means what it meant."""
+
+import torch
+import torch.distributed as dist
+
+from testing.ranks import DEVICE
+from vescale.fsdp import _torch_compat as compat
+
+
+def test_set_version_hides_a_write_from_autograd():
+    x = torch.zeros(4)
+    view = torch.nn.Parameter(x.narrow(0, 1, 2))
+    x.add_(1)
+    assert view._version == 1
+    compat.set_version(x, 0)
+    assert view._version == 0
+
+
+def test_current_backward_is_told_inside_of_hooks_only():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(compat.current_backward()))
+    (x * 2).sum().backward()
+    assert seen[0] >= 0
+    assert compat.current_backward() == -1
+
+
+def test_on_backward_end_runs_after_the_last_gradient():
+    order = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: compat.on_backward_end(lambda: order.append("end")))
+    x.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    y.sum().backward()
+    assert order == ["gradient", "end"]
+
+
+def test_top_saved_tensor_hooks_are_the_innermost_pair():
+    assert compat.top_saved_tensor_hooks() is None
+
+    def pack(t):
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert compat.top_saved_tensor_hooks() == (pack, pack)
+
+
+def test_hooks_of_a_leaf_are_listed():
+    x = torch.ones(1, requires_grad=True)
+    assert compat.gradient_hooks(x) == []
+    assert compat.post_accumulate_hooks(x) == []
+    x.register_hook(print)
+    x.register_post_accumulate_grad_hook(print)
+    assert compat.gradient_hooks(x) == [print]
+    assert compat.post_accumulate_hooks(x) == [print]
+
+
+def check_backend(rank, world_size):
+    group, device = dist.group.WORLD, torch.device(DEVICE)
+    assert compat.averages(group, device) == (DEVICE == "cuda")
+    assert not compat.is_fake(group, device)
+
+
+def test_the_backend_of_a_group_is_known(run_ranks):
+    run_ranks(check_backend, 1)
+
+
+def test_a_fake_group_is_known(fake_group):
+    group = fake_group(8)
+    assert compat.is_fake(group, torch.device("cpu"))
+    assert not compat.averages(group, torch.device("cpu"))
