@@ -1,1 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Optimizers that respect the structure of a matrix however it is sharded."""
+
+from vescale.fsdp.optim.muon import Muon
+from vescale.fsdp.optim.split import split_params
+
+__all__ = ["Muon", "split_params"]

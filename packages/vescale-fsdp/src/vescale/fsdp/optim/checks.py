@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Muon refuses, and how it names a parameter when it does."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from vescale.fsdp.optim.cuts import read_cut
+from vescale.fsdp.optim.newton_schulz import step_triples
+
+LR_RULES = (None, "original", "match_rms_adamw")
+
+
+def label_of(group: Mapping[str, Any], group_index: int, index: int) -> str:
+    """Return how errors name a parameter: by its FQN where the optimizer knows it."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][index]!r}"
+    return f"parameter {index} of group {group_index}"
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr is a tensor of {group['lr'].numel()} elements, expected 1.")
+    for name in ("lr", "momentum", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{name}={group[name]}, expected a number >= 0.")
+    if group["adjust_lr_fn"] not in LR_RULES:
+        raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']!r}, expected one of {LR_RULES}.")
+    check_ns_options(group)
+
+
+def check_ns_options(group: Mapping[str, Any]) -> None:
+    """Raise here, on every rank, what Newton-Schulz would raise on a root only."""
+    step_triples(group["ns_coefficients"], group["ns_steps"])
+
+
+def check_params(group: Mapping[str, Any], group_index: int) -> None:
+    """Raise for what Muon cannot optimize; the base class has refused what no optimizer can."""
+    for index, param in enumerate(group["params"]):
+        label = label_of(group, group_index, index)
+        if param.ndim != 2:
+            raise ValueError(
+                f"{label} has shape {tuple(param.shape)}, but Muon orthogonalizes 2-D matrices "
+                "only; give it to another optimizer, such as AdamW: split_params() tells which."
+            )
+        if param.is_complex():
+            raise ValueError(f"{label} is complex ({param.dtype}), expected a real dtype.")
+        read_cut(param, label)  # raises for placements that Muon does not know
+    if len(set(group["params"])) < len(group["params"]):
+        raise ValueError(
+            f"group {group_index} lists a parameter twice; it would be updated twice in each step."
+        )
+
+
+def check_grad(group: Mapping[str, Any], group_index: int, index: int) -> None:
+    """Raise for a gradient that does not lie where its parameter lies."""
+    param = group["params"][index]
+    if param.grad is None:
+        return
+    if param.grad.is_sparse:
+        label = label_of(group, group_index, index)
+        raise ValueError(f"{label} has a sparse gradient; use sparse=False, or another optimizer.")
+    check_same_layout(param.grad, "gradient", group, group_index, index)
+
+
+def check_same_layout(
+    tensor: torch.Tensor, what: str, group: Mapping[str, Any], group_index: int, index: int
+) -> None:
+    """Raise unless ``tensor`` has the shape, mesh and placements of parameter ``index``."""
+    param = group["params"][index]
+    if tensor.shape == param.shape and _placed(tensor) == _placed(param):
+        return
+    raise ValueError(
+        f"{label_of(group, group_index, index)} has shape {tuple(param.shape)} and (mesh, "
+        f"placements) {_placed(param)}, but its {what} has {tuple(tensor.shape)} and "
+        f"{_placed(tensor)}. Redistribute the {what} to the parameter's placements; "
+        "torch.distributed.checkpoint does so for saved state."
+    )
+
+
+def _placed(tensor: torch.Tensor) -> tuple:
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh, tuple(tensor.placements)
+    return None, None

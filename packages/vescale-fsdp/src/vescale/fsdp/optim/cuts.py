@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read from a parameter's placements how its memory is divided between ranks."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from vescale.dtensor.layout import chunk_numels
+from vescale.dtensor.placement import is_ragged_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Contiguous parts of a tensor's row-major memory: ``numels[r]`` elements on group rank r.
+
+    ``device`` is where ``group`` communicates: the shard's own device, or the accelerator when the
+    shard is offloaded to the CPU.
+    """
+
+    group: dist.ProcessGroup
+    numels: tuple[int, ...]
+    device: torch.device
+
+
+def read_cut(param: torch.Tensor, label: str) -> Cut | None:
+    """Return how ``param`` is cut, or None when this rank holds all of it.
+
+    Whole on every rank: plain tensors, Replicate on every mesh axis, and any cut over an axis of
+    one rank. Cut: RaggedShard or Shard(0) on one axis, Replicate on the others. ``label`` names
+    the parameter in errors.
+
+    Raises NotImplementedError for any other placement.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    mesh, placements = param.device_mesh, param.placements
+    axes = [
+        axis
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    if not axes and not any(placement.is_partial() for placement in placements):
+        return None
+    numels = _numels(placements[axes[0]], param.shape, mesh.size(axes[0])) if axes else None
+    if len(axes) != 1 or numels is None:
+        raise NotImplementedError(
+            f"{label} has placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}; "
+            "expected RaggedShard or Shard(0) on one mesh axis and Replicate on the others. "
+            "Redistribute the parameter, or leave it to another optimizer."
+        )
+    return Cut(mesh.get_group(axes[0]), numels, _group_device(param))
+
+
+def _numels(placement, shape: torch.Size, world_size: int) -> tuple[int, ...] | None:
+    if is_ragged_shard(placement):
+        return placement.split_numels(shape)
+    if type(placement) is Shard and placement.dim == 0:
+        return chunk_numels(shape[0], world_size, math.prod(shape[1:]))
+    return None
+
+
+def _group_device(param: DTensor) -> torch.device:
+    device, kind = param.to_local().device, param.device_mesh.device_type
+    if device.type == kind:
+        return device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
