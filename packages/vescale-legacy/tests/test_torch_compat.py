@@ -41,7 +41,8 @@ def test_the_group_of_a_functional_collective_is_found(fake_world):
     fake_world(0, 4)
     group = init_device_mesh("cpu", (2, 2)).get_group(1)
     with Seen() as seen:
-        torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
+        out = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
+    torch.ops._c10d_functional.wait_tensor(out)
     [(func, args)] = [call for call in seen.calls if call[0].namespace == "_c10d_functional"]
     assert [argument.name for argument in func._schema.arguments][2] == "group_name"
     assert as_process_group(args[2]) is group
