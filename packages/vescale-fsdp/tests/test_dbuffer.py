@@ -63,6 +63,33 @@ def check_reduce(rank, world_size):
         torch.testing.assert_close(buffer.shard_view(index), expected)
 
 
+def check_pieces(rank, world_size):
+    """A tail behind every part travels along, and no tensor reaches into it."""
+    p = plan(REQUESTS, world_size, align=4)
+    device = torch.device(DEVICE)
+    buffer = DBuffer(p, dist.group.WORLD, dtype=torch.float32, device=device, tail=3)
+    buffer.allocate_full().fill_(-1)
+    for index, request in enumerate(REQUESTS):
+        pieces = buffer.pieces(p.offsets[index], request.numel)
+        assert len(pieces) <= 3
+        start = 0
+        for piece in pieces:
+            flat = values(index, request.numel)[start : start + piece.numel()]
+            piece.copy_(flat.view(piece.shape))
+            start += piece.numel()
+        assert start == request.numel
+    assert (buffer.tails() == -1).all()
+    assert buffer.tails().shape == (world_size, 3)
+    with pytest.raises(RuntimeError, match="pieces"):
+        buffer.view(0)
+    buffer.reduce_scatter()
+    assert (buffer.shard[p.shard_numel :] == -world_size).all()
+    for index, request in enumerate(REQUESTS):
+        begin, _, numel = p.local_range(index, rank)
+        expected = values(index, request.numel)[begin : begin + numel] * world_size
+        torch.testing.assert_close(buffer.shard_view(index), expected)
+
+
 def check_mismatch(rank, world_size):
     with pytest.raises(ValueError, match=f"plan is for {world_size + 1} ranks"):
         DBuffer(
@@ -76,6 +103,7 @@ def check_mismatch(rank, world_size):
 def check_all(rank, world_size):
     check_gather(rank, world_size)
     check_reduce(rank, world_size)
+    check_pieces(rank, world_size)
     check_mismatch(rank, world_size)
 
 

@@ -13,28 +13,27 @@ REQUESTS = [Request("a", 6, 3), Request("b", 5), Request("c", 4, 4), Request("d"
 def check_reduction(rank, world_size, dtype):
     p = plan(REQUESTS, world_size, align=4)
     buffer = GradientBuffer(p, dist.group.WORLD, dtype=dtype, device=torch.device(DEVICE))
-    # a: used by all; b: by rank 0 alone, twice; c: by nobody; d: used, but the gradient is -0.0
+    # a: used by all; b: by rank 0 alone, twice; c: by nobody; d: used, but the gradient is zero
     buffer.write(0, torch.full((2, 3), rank + 1.0, device=DEVICE))
     if rank == 0:
         buffer.write(1, torch.full((5,), 2.0, device=DEVICE))
         buffer.write(1, torch.full((5,), 4.0, device=DEVICE, dtype=torch.float64))
-    buffer.write(3, torch.full((3,), -0.0, device=DEVICE))
+    buffer.write(3, torch.zeros(3, device=DEVICE))
     buffer.start(divisor=float(world_size))
     shard = buffer.finish()
-    assert shard.shape == (p.shard_numel,) and shard.dtype == dtype
+    assert shard.shape == (p.shard_numel + 4,)
+    assert shard.dtype == dtype
     assert not buffer.written
+    assert buffer.unused(shard) == {2}, "on every rank, also where it holds nothing of a tensor"
     mean = (world_size + 1) / 2
     for index, expected in enumerate((mean, 6.0 / world_size, 0.0, 0.0)):
         _, start, numel = p.local_range(index, rank)
         piece = shard[start : start + numel].float()
-        torch.testing.assert_close(
-            piece, torch.full_like(piece, expected), rtol=1e-2 if dtype.itemsize < 4 else 1e-6, atol=0
-        )
-        if numel:
-            assert buffer.is_unused(index, shard) == (index == 2)
+        rtol = 1e-2 if dtype.itemsize < 4 else 1e-6
+        torch.testing.assert_close(piece, torch.full_like(piece, expected), rtol=rtol, atol=0)
     # Padding is zero, so that whole-buffer kernels see nothing else.
     used = sum(p.local_range(i, rank)[2] for i in range(len(REQUESTS)))
-    assert (shard != 0).sum() <= used
+    assert (shard[: p.shard_numel] != 0).sum() <= used
 
 
 def check_all(rank, world_size):

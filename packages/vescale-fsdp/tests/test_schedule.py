@@ -67,7 +67,7 @@ def check_order(rank, world_size):
             loss.backward()
             events = log.take()
             assert [n for k, n in events if k == "gather"] == LAYERS[::-1]
-            assert [n for k, n in events if k == "reduce"] == [*LAYERS[::-1], "root"]
+            assert [n for k, n in events if k == "reduce"] == [*LAYERS[::-1], "root"], events
             # Prefetch: the next gather of backward is under way before a reduction starts.
             assert events.index(("gather", "layers.1")) < events.index(("reduce", "layers.2"))
     for group in param_groups(model):

@@ -7,6 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+# Public, but renamed in torch 2.13, which warns about the names that 2.11 and 2.12 know.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the counter by which autograd notices writes to ``tensor`` and its views."""

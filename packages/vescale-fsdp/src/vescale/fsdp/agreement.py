@@ -6,7 +6,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp._torch_compat import is_fake
+from vescale.fsdp._torch_compat import all_gather_flat, is_fake
 
 MESSAGE_BYTES = 2048
 
@@ -48,7 +48,7 @@ def agree(
 
 def _gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     out = row.new_empty(group.size() * row.numel())
-    dist.all_gather_into_tensor(out, row, group=group)
+    all_gather_flat(out, row, group=group)
     return out.view(group.size(), -1)
 
 

@@ -4,12 +4,15 @@
 With S = ``plan.shard_numel`` and N the number of ranks, in elements: a rank's ``shard`` is [S], the
 ``full`` buffer is [N * S] and rank ``i`` owns ``full[i * S : (i + 1) * S]``. Every tensor of the plan
 is one interval of ``full``, so a gathered tensor is a view of it and costs no copy.
+
+A buffer may have a ``tail`` of T elements behind each rank's part, to carry what is no tensor: then
+S + T takes the place of S above, and a tensor that lies on several ranks is a few ``pieces``.
 """
 
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp._torch_compat import set_version
+from vescale.fsdp._torch_compat import all_gather_flat, reduce_scatter_flat, set_version
 from vescale.fsdp.planner import Plan
 
 
@@ -32,6 +35,7 @@ class DBuffer:
         dtype: torch.dtype,
         device: torch.device,
         full_dtype: torch.dtype | None = None,
+        tail: int = 0,
     ) -> None:
         if plan.world_size != group.size():
             raise ValueError(
@@ -40,6 +44,7 @@ class DBuffer:
             )
         self.plan, self.group, self.rank = plan, group, group.rank()
         self.dtype, self.full_dtype, self.device = dtype, full_dtype or dtype, device
+        self.slice_numel = plan.shard_numel + tail
         self.shard: torch.Tensor | None = None
         self._full: torch.Tensor | None = None
         self._gathering: tuple[dist.Work | None, int] | None = None
@@ -60,7 +65,7 @@ class DBuffer:
 
     def allocate_shard(self) -> torch.Tensor:
         """Give the shard memory, filled with zeros so that padding is defined, and return it."""
-        self.shard = torch.zeros(self.plan.shard_numel, dtype=self.dtype, device=self.device)
+        self.shard = torch.zeros(self.slice_numel, dtype=self.dtype, device=self.device)
         return self.shard
 
     def allocate_full(self) -> torch.Tensor:
@@ -69,7 +74,9 @@ class DBuffer:
             # Not an inference tensor, also under torch.inference_mode: training may follow.
             with torch.inference_mode(False):
                 self._full = torch.empty(
-                    self.plan.buffer_numel, dtype=self.full_dtype, device=self.device
+                    self.slice_numel * self.plan.world_size,
+                    dtype=self.full_dtype,
+                    device=self.device,
                 )
         elif not self.has_full:
             self._full.untyped_storage().resize_(self._full.nbytes)
@@ -82,12 +89,40 @@ class DBuffer:
 
     def slot(self) -> torch.Tensor:
         """Return this rank's part of the full buffer: [S], a view."""
-        return self.full.narrow(0, self.rank * self.plan.shard_numel, self.plan.shard_numel)
+        return self.full.narrow(0, self.rank * self.slice_numel, self.slice_numel)
 
     def view(self, index: int) -> torch.Tensor:
-        """Return tensor ``index``, flat [numel], as a view of the full buffer."""
+        """Return tensor ``index``, flat [numel], as a view of the full buffer without a tail."""
+        if self.slice_numel != self.plan.shard_numel:
+            raise RuntimeError("tensors of a buffer with a tail are no single view; use pieces().")
         request = self.plan.requests[index]
         return self.full.narrow(0, self.plan.offsets[index], request.numel)
+
+    def pieces(self, start: int, numel: int) -> list[torch.Tensor]:
+        """Return views of the full buffer that cover [start, start + numel) of the plan, in order.
+
+        At most three: the end of one rank's part [n], whole parts [ranks, S], the begin of the
+        last one [n].
+        """
+        size = self.plan.shard_numel
+        views, end = [], start + numel
+        while start < end:
+            rank, inside = divmod(start, size)
+            whole = (end - start) // size if inside == 0 else 0
+            at = rank * self.slice_numel + inside
+            if whole:
+                views.append(self.full.as_strided((whole, size), (self.slice_numel, 1), at))
+                start += whole * size
+            else:
+                length = min(end - start, size - inside)
+                views.append(self.full.narrow(0, at, length))
+                start += length
+        return views
+
+    def tails(self) -> torch.Tensor:
+        """Return what lies behind every rank's part of the full buffer: [N, T], a view."""
+        parts = self.full.view(self.plan.world_size, self.slice_numel)
+        return parts[:, self.plan.shard_numel :]
 
     def shard_view(self, index: int, shard: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's part of tensor ``index``, flat, as a view of ``shard``.
@@ -111,7 +146,7 @@ class DBuffer:
                 if self.full_dtype != self.dtype:
                     source = self.slot()
                     source.copy_(self.shard)
-                work = dist.all_gather_into_tensor(full, source, group=self.group, async_op=True)
+                work = all_gather_flat(full, source, group=self.group, async_op=True)
         self._gathering = work, version
 
     def wait_gather(self) -> None:
@@ -128,15 +163,15 @@ class DBuffer:
     def reduce_scatter(
         self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce the full buffer over the ranks into a new ``shard`` [S] of ``full_dtype``.
+        """Reduce the full buffer over the ranks into a new ``shard`` [S + T] of ``full_dtype``.
 
         One collective. With ``async_op``, the full buffer must keep its memory, and the shard has
         no contents, until the returned work has been waited for.
         """
-        self.shard = self.full.new_empty(self.plan.shard_numel)
-        if not self.plan.shard_numel:
+        self.shard = self.full.new_empty(self.slice_numel)
+        if not self.slice_numel:
             return None
-        return dist.reduce_scatter_tensor(
+        return reduce_scatter_flat(
             self.shard, self.full, op=op, group=self.group, async_op=async_op
         )
 

@@ -74,6 +74,7 @@ def fully_shard(
     for (owner, index), slots in ties.items():
         owner.managed[index].slots.extend(slots)
         owner.managed[index].register(owner.managed[index].sharded)
+        owner.lent = True
         if owner not in borrowed:
             borrowed.append(owner)
     _move_buffers(module, device)

@@ -92,6 +92,7 @@ class ParamGroup:
         self.param_dtype = compute_dtype(self.dtype, policy)
         self.reduce_dtype = policy.reduce_dtype or self.param_dtype
         self.state = State.SHARDED
+        self.lent = False  # whether another unit's module uses one of the parameters
         self.holders: set[int] = set()
         self.weights: DBuffer | None = None
         self.plan = _plan(managed, mesh.size(), self.narrowest_dtype())
@@ -324,12 +325,9 @@ class ParamGroup:
         used_here, self._reducing = self._reducing, None
         gradients = self._gradients
         reduced = gradients.finish()
-        unused = {
-            index
-            for index, item in enumerate(self.managed)
-            if index not in used_here
-            and (not item.sharded.requires_grad or gradients.is_unused(index, reduced))
-        }
+        # With a gradient for everything here, no rank found one unused: nothing to look up.
+        all_here = len(used_here) == len(self.managed)
+        unused = set() if all_here else gradients.unused(reduced)
         reduced = reduced.to(self.dtype)
         if unused or not self._accumulate_whole(reduced):
             self._accumulate_each(reduced, unused)

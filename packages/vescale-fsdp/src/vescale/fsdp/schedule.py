@@ -6,8 +6,9 @@ derives alike from the order of the forwards, never from the data:
 
 - ahead of a unit's forward, the gather of the unit that followed it last time;
 - ahead of its backward, the gather of the unit that preceded it;
-- reductions in the reverse of the order in which the units were first used. A unit that is ready
-  early waits for its turn, and one whose parameters had no gradient takes its turn with zeros.
+- reductions in the reverse of the order in which the units were first used, each when backward has
+  come to the unit's inputs or to its end. A unit that is ready early waits for its turn, and one
+  whose parameters had no gradient takes its turn with zeros.
 
 Where there are streams, a collective runs on its process group's stream between two points of the
 current stream: it starts after the work issued so far and is waited for where its result is used.
@@ -156,16 +157,24 @@ class Schedule:
                 return
 
     def ready(self, unit: "Unit") -> None:
-        """Note that backward is done with ``unit``, and reduce what has its turn."""
-        if unit.index not in self._armed and not unit.has_gradients:
-            return  # reduced already
+        """Note that backward has passed ``unit``, and reduce what has its turn.
+
+        A unit that lends a parameter has its turn at the end of the pass: the gradient is complete
+        when all borrowers are done.
+        """
+        if unit.lends or (unit.index not in self._armed and not unit.has_gradients):
+            return
         self._ready.add(unit.index)
         self._armed.add(unit.index)
         for index in reversed(self._reduce_order):
-            if index in self._armed:
-                if index not in self._ready:
-                    return
+            if index in self._ready:
                 self._reduce(index)
+            elif index in self._armed and not self._lends(index):
+                return
+
+    def _lends(self, index: int) -> bool:
+        unit = self._unit(index)
+        return unit is not None and unit.lends
 
     def _reduce(self, index: int) -> None:
         self._armed.discard(index)

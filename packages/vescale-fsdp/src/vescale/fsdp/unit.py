@@ -14,7 +14,7 @@ from vescale.fsdp.param_group import ParamGroup, State
 from vescale.fsdp.policy import MixedPrecisionPolicy
 from vescale.fsdp.saved_tensors import others_watch
 from vescale.fsdp.schedule import Schedule
-from vescale.fsdp.structure import cast_floating, tensors_in
+from vescale.fsdp.structure import cast_floating, map_tensors, tensors_in
 
 
 class _Call:
@@ -61,6 +61,11 @@ class Unit:
     def has_gradients(self) -> bool:
         """Whether gradients of the unit's own groups wait for a reduction."""
         return any(group.has_gradients for group in self.groups)
+
+    @property
+    def lends(self) -> bool:
+        """Whether modules of other units use a parameter of this one."""
+        return any(group.lent for group in self.groups)
 
     def gradient_divisor(self, group: ParamGroup) -> float:
         """Return what the sum of gradients over ranks is divided by: their number."""
@@ -110,7 +115,7 @@ class Unit:
         if self._differentiable:
             if any(group.trainable for group in self.groups):
                 self.schedule.arm(self)
-            self._watch_inputs(args, kwargs)
+            return self._watch_inputs(args, kwargs)
         return args, kwargs
 
     def after_forward(self, output: Any) -> Any:
@@ -141,21 +146,34 @@ class Unit:
         # optimizer could step meanwhile.
         return not (self.is_root and torch.is_grad_enabled())
 
-    def _watch_inputs(self, args: tuple, kwargs: dict) -> None:
-        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not inputs:
-            return
-        call, unit = _Call(), weakref.ref(self)
-        self._calls.add(call)
+    def _watch_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return the inputs with those that need a gradient replaced by views of themselves.
 
-        def inputs_have_gradients(_: Any) -> None:
-            handle.remove()
-            this = unit()
-            if this is not None:
-                this._calls.discard(call)
-                this._inputs_done()
+        A view's gradient is complete when this call's part of backward is, while the input's own
+        also waits for whoever else uses it. Unlike a custom autograd function, a view may be
+        written in place.
+        """
+        views: list[torch.Tensor] = []
 
-        handle = register_multi_grad_hook(inputs, inputs_have_gradients)
+        def view(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            views.append(tensor.view_as(tensor))
+            return views[-1]
+
+        args, kwargs = map_tensors(view, (args, kwargs))
+        if views:
+            call, unit = _Call(), weakref.ref(self)
+            self._calls.add(call)
+
+            def inputs_have_gradients(_: Any) -> None:
+                this = unit()
+                if this is not None:
+                    this._calls.discard(call)
+                    this._inputs_done()
+
+            register_multi_grad_hook(views, inputs_have_gradients)
+        return args, kwargs
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -173,10 +191,9 @@ class Unit:
         self.schedule.prefetch_backward(self)
 
     def _gradient_written(self) -> None:
-        if all(group.gradients_complete for group in self.groups if group.trainable):
-            self.schedule.ready(self)
-            if not self._calls:
-                self._reshard_in_backward()
+        # When all gradients are there depends on the data, so no collective may; memory may.
+        if not self._calls and all(g.gradients_complete for g in self.groups if g.trainable):
+            self._reshard_in_backward()
 
     def _inputs_done(self) -> None:
         if self._calls or not self.in_backward:
