@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale.dtensor._torch_compat import enable_foreach, enable_subclass_dispatch
-from vescale.dtensor.factory import distribute_tensor
+from vescale.dtensor.factory import distribute_tensor, empty, full, ones, rand, randn, zeros
 from vescale.dtensor.placement import RaggedShard, _StridedRaggedShard, is_ragged_shard
 from vescale.dtensor.tensor import DTensor
 
@@ -19,8 +19,14 @@ __all__ = [
     "Replicate",
     "Shard",
     "distribute_tensor",
+    "empty",
+    "full",
     "init_device_mesh",
     "is_ragged_shard",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
 ]
 
 # Registrations that torch offers; nothing of torch is replaced.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, spec_with_dtype, wrap
+from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
 from vescale.dtensor.redistribute import gradient_placements, redistribute_local
 from vescale.dtensor.spec import (
     layout_of,
@@ -20,6 +20,7 @@ from vescale.dtensor.spec import (
     normalize_placements,
     ragged_axis,
     ragged_spec,
+    spec_with_dtype,
 )
 
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make distributed tensors: from a whole tensor, or filled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed.tensor import empty as torch_empty
 
 from vescale.dtensor import comm
 from vescale.dtensor._torch_compat import TorchDTensor, current_mesh
@@ -85,3 +86,79 @@ def _distribute_axis(
             "Shard there."
         )
     return whole if source is None else comm.broadcast(whole, source, group)
+
+
+def empty(*size, **options) -> DTensor:
+    """Return an uninitialised DTensor; see ``zeros`` for the options."""
+    return _make(size, options, lambda local: local)
+
+
+def zeros(*size, **options) -> DTensor:
+    """Return a DTensor of zeros, made without communication or a whole tensor.
+
+    ``size`` is the global shape, as ints or as one sequence. Options, as for torch's own
+    factories: ``dtype``, ``requires_grad``, ``device_mesh`` (default: the current mesh),
+    ``placements`` (default: replicated) and ``layout`` (only ``torch.strided``).
+    """
+    return _make(size, options, torch.Tensor.zero_)
+
+
+def ones(*size, **options) -> DTensor:
+    """Return a DTensor of ones; see ``zeros`` for the options."""
+    return _make(size, options, lambda local: local.fill_(1))
+
+
+def full(size: Sequence[int], fill_value: complex, **options) -> DTensor:
+    """Return a DTensor filled with ``fill_value``; see ``zeros`` for the options.
+
+    Without ``dtype`` it is the one that ``torch.full`` gives for ``fill_value``.
+    """
+    options.setdefault("dtype", torch.full((), fill_value).dtype)
+    return _make((size,), options, lambda local: local.fill_(fill_value))
+
+
+def rand(*size, **options) -> DTensor:
+    """Return uniform numbers of [0, 1), the same as ``torch.rand`` gives on one device.
+
+    So it is for every placement when all ranks' generators are in the same state. Each rank draws
+    the whole tensor and keeps its part: the cost is one whole tensor of transient memory.
+    See ``zeros`` for the options.
+    """
+    return _draw(torch.rand, size, options)
+
+
+def randn(*size, **options) -> DTensor:
+    """Return standard normal numbers, the same as ``torch.randn`` on one device; see ``rand``."""
+    return _draw(torch.randn, size, options)
+
+
+def _make(size: tuple, options: dict, fill: Callable[[torch.Tensor], object]) -> DTensor:
+    shape, mesh, placements, dtype, requires_grad = _read(size, options)
+    if ragged_axis(placements) is None:
+        x = adopt(torch_empty(shape, dtype=dtype, device_mesh=mesh, placements=placements))
+    else:
+        spec = ragged_spec(mesh, placements, shape, dtype)
+        numel = layout_of(spec).numel
+        x = make_ragged(torch.empty(numel, dtype=dtype, device=mesh.device_type), spec)
+    fill(x._local_tensor)
+    return x.requires_grad_(requires_grad)
+
+
+def _draw(draw: Callable[..., torch.Tensor], size: tuple, options: dict) -> DTensor:
+    shape, mesh, placements, dtype, requires_grad = _read(size, options)
+    whole = draw(shape, dtype=dtype, device=mesh.device_type)
+    x = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    return x.requires_grad_(requires_grad)
+
+
+def _read(size: tuple, options: dict) -> tuple:
+    known = {"dtype", "requires_grad", "device_mesh", "placements", "layout"}
+    if not options.keys() <= known:
+        raise TypeError(f"unknown options {sorted(options.keys() - known)}; known: {sorted(known)}")
+    if options.get("layout", torch.strided) is not torch.strided:
+        raise NotImplementedError(f"layout={options['layout']}: a DTensor is torch.strided.")
+    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    mesh = options.get("device_mesh") or current_mesh()
+    placements = normalize_placements(options.get("placements"), mesh, len(shape))
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    return shape, mesh, placements, dtype, options.get("requires_grad", False)

@@ -20,7 +20,8 @@ class Layout:
 
     ``base_shape`` and ``base_offset`` are the block that the other placements leave on this rank;
     ``[start, end)`` is this rank's range in that block's row-major memory; ``axis`` is the mesh
-    axis that the ragged placement cuts over.
+    axis that the ragged placement cuts over. ``pending`` says that the values still have to be
+    reduced over another axis.
     """
 
     placement: RaggedShard
@@ -29,6 +30,7 @@ class Layout:
     base_offset: Shape
     start: int
     end: int
+    pending: bool = False
 
     @property
     def numel(self) -> int:
@@ -91,11 +93,16 @@ class Box:
 
 @functools.lru_cache(maxsize=1 << 16)
 def make_layout(
-    placement: RaggedShard, axis: int, base_shape: Shape, base_offset: Shape, rank: int
+    placement: RaggedShard,
+    axis: int,
+    base_shape: Shape,
+    base_offset: Shape,
+    rank: int,
+    pending: bool = False,
 ) -> Layout:
     """Return the layout of ``rank`` (its place on mesh axis ``axis``); cached by value."""
     start, end = placement.split(base_shape, rank)
-    return Layout(placement, axis, base_shape, base_offset, start, end)
+    return Layout(placement, axis, base_shape, base_offset, start, end, pending)
 
 
 def boxes_of_range(start: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
@@ -165,6 +172,21 @@ def chunk_numels(length: int, world_size: int, row_numel: int = 1) -> tuple[int,
         (min(length, (rank + 1) * step) - min(length, rank * step)) * row_numel
         for rank in range(world_size)
     )
+
+
+def sharded_block(shape: Shape, cuts: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape]:
+    """Return (shape, offset) of the block that ``cuts`` leave of a tensor of ``shape``.
+
+    Each cut is (dim, number of ranks, rank), one per mesh axis with torch's ``Shard``, in the
+    order of the axes; a later cut divides what an earlier one has left.
+    """
+    block, offset = list(shape), [0] * len(shape)
+    for dim, world_size, rank in cuts:
+        step = -(-block[dim] // world_size)
+        start = min(block[dim], rank * step)
+        offset[dim] += start
+        block[dim] = min(block[dim], start + step) - start
+    return tuple(block), tuple(offset)
 
 
 def contiguous_stride(shape: Sequence[int]) -> Shape:

@@ -10,15 +10,17 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale.dtensor import comm
-from vescale.dtensor._torch_compat import (
-    DTensorSpec,
-    TorchDTensor,
-    compute_local_shape_and_global_offset,
-    wrap,
-)
+from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
 from vescale.dtensor.layout import Layout, chunk_numels, exchange_counts
 from vescale.dtensor.placement import RaggedShard
-from vescale.dtensor.spec import base_placements, layout_of, make_spec, ragged_axis, replace
+from vescale.dtensor.spec import (
+    base_block,
+    base_placements,
+    layout_of,
+    make_spec,
+    ragged_axis,
+    replace,
+)
 
 
 def redistribute_local(
@@ -159,9 +161,8 @@ def _local_shape(spec: DTensorSpec) -> tuple[int, ...]:
     layout = layout_of(spec)
     if layout is not None:
         return (layout.numel,)
-    return compute_local_shape_and_global_offset(
-        spec.tensor_meta.shape, spec.mesh, spec.placements
-    )[0]
+    mesh, shape = spec.mesh, tuple(spec.tensor_meta.shape)
+    return base_block(shape, spec.placements, mesh.shape, mesh.get_coordinate())[0]
 
 
 def _check_move(

@@ -11,13 +11,13 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from vescale.dtensor._torch_compat import (
     DTensorSpec,
     TensorMeta,
-    compute_local_shape_and_global_offset,
-    spec_with_dtype,
+    spec_with_meta,
 )
-from vescale.dtensor.layout import Layout, contiguous_stride, make_layout
+from vescale.dtensor.layout import Layout, contiguous_stride, make_layout, sharded_block
 from vescale.dtensor.placement import RaggedShard
 
 __all__ = [
+    "base_block",
     "base_placements",
     "layout_of",
     "make_spec",
@@ -25,7 +25,7 @@ __all__ = [
     "ragged_axis",
     "ragged_spec",
     "replace",
-    "scalar_spec",
+    "replicated_spec",
     "spec_with_dtype",
     "without_caches",
 ]
@@ -84,12 +84,23 @@ def layout_of(spec: DTensorSpec) -> Layout | None:
         return layout
 
 
-def scalar_spec(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return the spec of a replicated 0-dim tensor on the mesh of ``spec``; made once."""
+def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """Return ``spec`` with another dtype; a computed layout is carried over."""
+    meta = spec.tensor_meta
+    return spec_with_meta(spec, meta.shape, meta.stride, dtype)
+
+
+def replicated_spec(
+    spec: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """Return the spec of a replicated tensor on the mesh of ``spec``; 0-dim ones are kept."""
+    replicate = (Replicate(),) * spec.mesh.ndim
+    if len(shape):
+        return make_spec(spec.mesh, replicate, shape, dtype, stride)
     cache = spec.__dict__.setdefault(SCALARS, {})
     found = cache.get(dtype)
     if found is None:
-        found = cache[dtype] = make_spec(spec.mesh, (Replicate(),) * spec.mesh.ndim, (), dtype)
+        found = cache[dtype] = make_spec(spec.mesh, replicate, (), dtype)
     return found
 
 
@@ -175,6 +186,21 @@ def _layout(mesh: DeviceMesh, placements: tuple, shape: Sequence[int]) -> Layout
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this process is not in the mesh: it holds nothing
         return Layout(ragged, axis, shape, offset, 0, 0)
-    if any(type(placement) is Shard for placement in base):
-        shape, offset = map(tuple, compute_local_shape_and_global_offset(shape, mesh, base))
-    return make_layout(ragged, axis, shape, offset, coordinate[axis])
+    shape, offset = base_block(shape, placements, mesh.shape, coordinate)
+    pending = any(placement.is_partial() for placement in base)
+    return make_layout(ragged, axis, shape, offset, coordinate[axis], pending)
+
+
+def base_block(
+    shape: tuple[int, ...],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (shape, offset) of what Shard placements leave at ``coordinate`` of the mesh."""
+    cuts = [
+        (placement.dim, mesh_shape[axis], coordinate[axis])
+        for axis, placement in enumerate(placements)
+        if type(placement) is Shard
+    ]
+    return sharded_block(shape, cuts) if cuts else (shape, (0,) * len(shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the handler of an operator, once per operator."""
+"""Choose the handler of an operator, once per operator, and call it."""
 
 import torch
 
@@ -7,39 +7,23 @@ from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.ops.foreach import foreach, foreach_inplace
 from vescale.dtensor.ops.norm import NORMS
 from vescale.dtensor.ops.operands import unsupported
+from vescale.dtensor.ops.pending import check_pending
 from vescale.dtensor.ops.plain import plain
-from vescale.dtensor.ops.pointwise import copy_, pointwise, pointwise_inplace, pointwise_out
+from vescale.dtensor.ops.pointwise import (
+    LIKE_POINTWISE,
+    SHAPED_ALIKE,
+    pointwise,
+    pointwise_inplace,
+    pointwise_out,
+)
 from vescale.dtensor.ops.random import RANDOM
 from vescale.dtensor.ops.reduce import REDUCTIONS
 from vescale.dtensor.ops.view import VIEWS
 from vescale.dtensor.spec import layout_of
 
-aten = torch.ops.aten
-
-# Not tagged pointwise by torch, but they map every element on its own (or make new ones).
-_LIKE_POINTWISE = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.detach.default,
-    aten._to_copy.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.lift_fresh.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-}
-_FILLS = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 _FUSED = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"}
 _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
-_SPECIAL = {
-    aten.copy_.default: copy_,
-    **NORMS,
-    **REDUCTIONS,
-    **RANDOM,
-    **VIEWS,
-}
-_handlers = {}
+_handlers = {**SHAPED_ALIKE, **NORMS, **REDUCTIONS, **RANDOM, **VIEWS}
 
 
 def dispatch(cls, func, args, kwargs):
@@ -52,6 +36,8 @@ def dispatch(cls, func, args, kwargs):
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _classify(func)
+    if layout_of(ref._spec).pending:
+        check_pending(func, args, ref)
     return handler(func, args, kwargs, ref)
 
 
@@ -68,21 +54,31 @@ def _first_ragged(args):
 
 
 def _classify(func):
-    if func in _SPECIAL:
-        return _SPECIAL[func]
+    if func.namespace != "aten":
+        return _refuse
     name = func._schema.name.removeprefix("aten::")
     inplace = name.endswith("_") and not name.endswith("__")
     if name in _FUSED or (name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE):
         return foreach_inplace if inplace else foreach
-    if func in _LIKE_POINTWISE:
-        return pointwise
-    if func in _FILLS:
-        return pointwise_inplace
-    if torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags:
-        if any(argument.is_out for argument in func._schema.arguments):
-            return pointwise_out
-        return pointwise_inplace if inplace else pointwise
-    return _refuse
+    if not (_is_pointwise(func) or (inplace and _is_pointwise(_functional(func, name[:-1])))):
+        return _refuse
+    if any(argument.is_out for argument in func._schema.arguments):
+        return pointwise_out
+    return pointwise_inplace if inplace else pointwise
+
+
+def _is_pointwise(func) -> bool:
+    return func in LIKE_POINTWISE or (
+        func is not None
+        and torch.Tag.pointwise in func.tags
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
+
+
+def _functional(func, name):
+    """Return the functional twin of an in-place operator: not every in-place one has its tag."""
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, func._overloadname, None) if packet else None
 
 
 def _refuse(func, args, kwargs, ref):

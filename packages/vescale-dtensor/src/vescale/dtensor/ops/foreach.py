@@ -3,42 +3,61 @@
 
 from operator import attrgetter, is_
 
+import torch
+
 from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.ops.operands import local_operand, rewrap, unsupported
 from vescale.dtensor.spec import layout_of
 
 _spec, _local = attrgetter("_spec"), attrgetter("_local_tensor")
+_layout, _pending = attrgetter("_vescale_layout"), attrgetter("pending")
 
 
 def foreach(func, args, kwargs, ref):
-    """Run a list operator on local parts; returned lists are laid out like the first argument."""
-    out = func(*_local_args(func, args), **_local_kwargs(func, kwargs))
-    if not out:
-        return out
+    """Run a list operator on local parts; results are laid out like the first list."""
+    first = _first_list(args)
+    out = func(*_local_args(func, args, first), **_local_kwargs(func, kwargs))
     return [
         rewrap(part, x) if isinstance(x, TorchDTensor) else part
-        for part, x in zip(out, args[0], strict=True)
+        for part, x in zip(out, first, strict=True)
     ]
 
 
 def foreach_inplace(func, args, kwargs, ref):
     """Run a list operator in place on the local parts of its arguments."""
-    func(*_local_args(func, args), **_local_kwargs(func, kwargs))
-    return args[0] if func._schema.returns else None
+    func(*_local_args(func, args, args[0]), **_local_kwargs(func, kwargs))
 
 
-def _local_args(func, args):
-    first = args[0]
+def _first_list(args):
+    return next(a for a in args if type(a) in (list, tuple))
+
+
+def _local_args(func, args, first):
+    specs, parts = _split_first(func, first)
+    return [
+        parts
+        if a is first
+        else _row(func, a, first, specs)
+        if type(a) is list or type(a) is tuple
+        else _single(func, a)
+        for a in args
+    ]
+
+
+def _split_first(func, first):
+    """Return the specs (None for plain tensors) and the local parts of the leading list."""
+    try:
+        specs = list(map(_spec, first))
+        layouts = list(map(_layout, specs))
+        if all(layouts) and not any(map(_pending, layouts)):  # the usual case, at C speed
+            return specs, list(map(_local, first))
+    except AttributeError:
+        pass
+    for x in first:
+        if isinstance(x, TorchDTensor) and any(p.is_partial() for p in x._spec.placements):
+            unsupported(func, "a Partial placement still has to be reduced", x)
     specs = [getattr(x, "_spec", None) for x in first]
-    parts = []
-    for a in args:
-        if type(a) is not list and type(a) is not tuple:
-            parts.append(_single(func, a))
-        elif a is first:
-            parts.append([getattr(x, "_local_tensor", x) for x in a])
-        else:
-            parts.append(_row(func, a, first, specs))
-    return parts
+    return specs, [getattr(x, "_local_tensor", x) for x in first]
 
 
 def _row(func, row, first, specs):
@@ -67,11 +86,13 @@ def _single(func, a):
 
 def _beside_plain(func, x, ref):
     """Return the local part of ``x`` next to a tensor that is not ragged."""
-    if not isinstance(x, TorchDTensor):
-        return x
-    if isinstance(ref, TorchDTensor) and x._spec.placements == ref._spec.placements:
-        return x._local_tensor
-    return _single(func, x)
+    if isinstance(x, TorchDTensor):
+        if isinstance(ref, TorchDTensor) and x._spec.placements == ref._spec.placements:
+            return x._local_tensor
+        return _single(func, x)
+    if isinstance(x, torch.Tensor) and isinstance(ref, TorchDTensor) and x.ndim > 0:
+        unsupported(func, "a plain tensor is mixed with a DTensor", ref)
+    return x
 
 
 def _is_ragged(x):
@@ -79,4 +100,6 @@ def _is_ragged(x):
 
 
 def _local_kwargs(func, kwargs):
+    if not kwargs:
+        return kwargs
     return {name: _single(func, value) for name, value in kwargs.items()}

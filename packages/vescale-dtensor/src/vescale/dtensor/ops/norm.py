@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vector norms of whole tensors: a list of any length costs one all-reduce per mesh axis."""
+"""Vector norms: for a list of whole tensors, of any length, one all-reduce per mesh axis."""
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor import comm
-from vescale.dtensor._torch_compat import TorchDTensor
-from vescale.dtensor.ops.operands import unsupported
-from vescale.dtensor.ops.reduce import accumulation_dtype, replicated_scalar, split_axes
+from vescale.dtensor._torch_compat import TorchDTensor, wrap
+from vescale.dtensor.ops.reduce import bind
+from vescale.dtensor.ops.reduction import (
+    Reduction,
+    accumulation_dtype,
+    combine,
+    reduce,
+    split_axes,
+)
+from vescale.dtensor.spec import replicated_spec
 
 aten = torch.ops.aten
 
@@ -23,45 +30,73 @@ def foreach_norm(func, args, kwargs, ref):
 
 
 def vector_norm(func, args, kwargs, ref):
-    """``linalg.vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None)`` over all dims."""
-    x, order, dim, keepdim = (*args, *(2.0, None, False)[len(args) - 1 :])
-    if (dim is not None and len(dim) not in (0, x.ndim)) or keepdim:
-        unsupported(func, "norms over some of the dims are not available", ref)
-    return norms([x], float(order), kwargs.get("dtype"), ref)[0]
-
-
-def legacy_norm(func, args, kwargs, ref):
-    """``norm.Scalar(x, p=2)`` and ``norm.ScalarOpt_dtype(x, p, *, dtype)``."""
-    order = args[1] if len(args) > 1 and args[1] is not None else 2.0
-    return norms([args[0]], float(order), kwargs.get("dtype"), ref)[0]
-
-
-def legacy_norm_dims(func, args, kwargs, ref):
-    """``norm.ScalarOpt_dim(x, p, dim, keepdim=False)`` over all dims."""
-    x, order, dim = args[:3]
+    """``linalg.vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None)`` and ``norm``."""
+    bound = bind(func, args, kwargs)
+    order = bound.get("ord", bound.get("p"))
     order = 2.0 if order is None else float(order)
-    return vector_norm(func, (x, order, list(dim), *args[3:]), kwargs, ref)
+    dims, keepdim, dtype = bound.get("dim"), bound.get("keepdim", False), bound.get("dtype")
+    if not dims and not keepdim:
+        return norms([ref], order, dtype, ref)[0]
+    dtype = dtype or ref.dtype
+    wide = accumulation_dtype(dtype)
+    if math.isinf(order):
+        pick, op = (torch.amax, "max") if order > 0 else (torch.amin, "min")
+        if 0 in [ref.shape[dim] for dim in dims or range(ref.ndim)]:
+            return func(torch.empty(ref.shape, dtype=ref.dtype), *args[1:], **kwargs)  # its error
+        how = Reduction(
+            lambda part, dims: pick(part.abs(), dims, keepdim=True).to(wide.to_real()),
+            op,
+            wide.to_real(),
+            lambda value: value.to(dtype.to_real()),
+        )
+    else:
+        power = (lambda x: x != 0) if order == 0 else (lambda x: x.to(wide).abs().pow_(order))
+        root = 1.0 if order == 0 else 1.0 / order
+        how = Reduction(
+            lambda part, dims: power(part).sum(dims, keepdim=True, dtype=wide.to_real()),
+            "sum",
+            wide.to_real(),
+            lambda value: value.pow_(root).to(dtype.to_real()),
+        )
+    return reduce(ref, dims, keepdim, how)
 
 
 def norms(
     tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None, ref: TorchDTensor
 ) -> list[torch.Tensor]:
     """Return the ``order``-norm of every tensor as a replicated scalar (plain for plain ones)."""
-    locals_ = [getattr(x, "_local_tensor", x) for x in tensors]
-    groups: dict = {}
-    for index, (x, local) in enumerate(zip(tensors, locals_, strict=True)):
-        mesh = x._spec.mesh if isinstance(x, TorchDTensor) else None
-        groups.setdefault((mesh, local.device), []).append(index)
+    specs = [getattr(x, "_spec", None) for x in tensors]
+    parts = [getattr(x, "_local_tensor", x) for x in tensors]
     out = [None] * len(tensors)
-    for (mesh, _), members in groups.items():
-        wide = accumulation_dtype(dtype or _widest([locals_[i].dtype for i in members]))
-        values = _local_norms([locals_[i] for i in members], order, wide)
+    for mesh, members in _group(specs, parts):
+        mine = [parts[i] for i in members]
+        dtypes = {part.dtype for part in mine}
+        wide = accumulation_dtype(dtype or functools.reduce(torch.promote_types, dtypes))
+        values = _local_norms(mine, order, wide)
         if mesh is not None and not values.is_meta:
-            values = _combine(values, order, mesh, [split_axes(tensors[i]._spec) for i in members])
+            values = _combine(values, order, mesh, [split_axes(specs[i]) for i in members])
+        results = [dtype] if dtype else [kind.to_real() for kind in dtypes]
+        if len(results) == 1:
+            values = values.to(results[0])
         for i, value in zip(members, values.unbind(), strict=True):
-            value = value.to(dtype or locals_[i].dtype.to_real())
-            out[i] = value if mesh is None else replicated_scalar(value, ref, tensors[i]._spec)
+            out[i] = value if len(results) == 1 else value.to(parts[i].dtype.to_real())
+            if mesh is not None:
+                spec = replicated_spec(specs[members[0]], (), (), out[i].dtype)
+                out[i] = wrap(type(ref), out[i], spec, requires_grad=False)
     return out
+
+
+def _group(specs: list, parts: list[torch.Tensor]):
+    """Yield (mesh or None, indices) for tensors that are reduced in one message."""
+    groups: dict = {}
+    mesh, device, last = None, None, None
+    for index, (spec, part) in enumerate(zip(specs, parts, strict=True)):
+        here = None if spec is None else spec.mesh
+        if last is None or here is not mesh or part.device != device:
+            mesh, device = here, part.device
+            last = groups.setdefault((mesh, device), [])
+        last.append(index)
+    return [(mesh, members) for (mesh, _), members in groups.items()]
 
 
 def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype) -> torch.Tensor:
@@ -79,40 +114,24 @@ def _combine(
     values: torch.Tensor, order: float, mesh: DeviceMesh, axes: list[list[int]]
 ) -> torch.Tensor:
     """Combine local norms over the mesh axes that split each tensor (``axes``, per tensor)."""
-    if math.isinf(order):
-        return _combine_extremes(values, "max" if order > 0 else "min", mesh, axes)
-    sums = values if order in (0.0, 1.0) else values.pow(order)
-    for axis in sorted(set().union(*axes)):
+    used = sorted(set().union(*axes))
+    if math.isinf(order):  # what is replicated over an axis is not changed by its maximum
+        return combine(values, "max" if order > 0 else "min", [*map(mesh.get_group, used)])
+    sums = values if order in (0.0, 1.0) else values.pow_(order)
+    for axis in used:
         # A tensor that is replicated over this axis counts once, by its first rank.
         whole = [index for index, split in enumerate(axes) if axis not in split]
         if whole and mesh.get_local_rank(axis) != 0:
             sums[whole] = 0
-        sums = comm.all_reduce(sums, "sum", mesh.get_group(axis))
+        sums = combine(sums, "sum", [mesh.get_group(axis)])
     return sums if order in (0.0, 1.0) else sums.pow_(1.0 / order)
-
-
-def _combine_extremes(
-    values: torch.Tensor, op: str, mesh: DeviceMesh, axes: list[list[int]]
-) -> torch.Tensor:
-    nan, sign = values.isnan(), (1.0 if op == "max" else -1.0)
-    both = torch.stack([values.masked_fill(nan, -sign * math.inf), nan.to(values.dtype) * sign])
-    for axis in sorted(set().union(*axes)):
-        both = comm.all_reduce(both, op, mesh.get_group(axis))
-    return both[0].masked_fill(both[1] != 0, math.nan)
-
-
-def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
-    widest = dtypes[0]
-    for dtype in set(dtypes):
-        widest = torch.promote_types(widest, dtype)
-    return widest
 
 
 NORMS = {
     aten._foreach_norm.Scalar: foreach_norm,
     aten.linalg_vector_norm.default: vector_norm,
-    aten.norm.Scalar: legacy_norm,
-    aten.norm.ScalarOpt_dtype: legacy_norm,
-    aten.norm.ScalarOpt_dim: legacy_norm_dims,
-    aten.norm.ScalarOpt_dim_dtype: legacy_norm_dims,
+    aten.norm.Scalar: vector_norm,
+    aten.norm.ScalarOpt_dtype: vector_norm,
+    aten.norm.ScalarOpt_dim: vector_norm,
+    aten.norm.ScalarOpt_dim_dtype: vector_norm,
 }

@@ -9,11 +9,10 @@ import torch
 from vescale.dtensor._torch_compat import (
     TorchDTensor,
     implicit_replication_enabled,
-    spec_with_dtype,
     wrap,
 )
 from vescale.dtensor.layout import Layout
-from vescale.dtensor.spec import base_placements, layout_of
+from vescale.dtensor.spec import base_placements, layout_of, spec_with_dtype
 
 
 def unsupported(func, reason: str, *tensors: object) -> NoReturn:

@@ -1,11 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators without a ragged operand: torch's own DTensor runs them, our class wraps them."""
+"""Operators without a ragged operand."""
 
-from vescale.dtensor._torch_compat import TorchDTensor, wrap
+import torch
+
+from vescale.dtensor._torch_compat import (
+    TorchDTensor,
+    implicit_replication_enabled,
+    spec_with_meta,
+    wrap,
+)
+
+_local_is_enough = {}  # operator -> whether its result on replicas is the replicated result
 
 
 def plain(cls, func, args, kwargs):
-    """Run ``func`` on torch's own DTensors over the same local data; return our class."""
+    """Run ``func`` on plain placements and return our class.
+
+    When every operand is replicated, each rank computes the whole result from its local tensors.
+    Anything else is handed to torch's own DTensor.
+    """
+    enough = _local_is_enough.get(func)
+    if enough is None:
+        enough = _local_is_enough[func] = _judge(func)
+    if enough:
+        found = []
+        if _collect_replicated(args, found) and _collect_replicated(kwargs.values(), found):
+            return _run_local(cls, func, args, kwargs, found)
+    return _run_torch(cls, func, args, kwargs)
+
+
+def _judge(func) -> bool:
+    tags = func.tags
+    return (
+        func.namespace == "aten"
+        and torch.Tag.nondeterministic_seeded not in tags  # torch keeps replicas in step itself
+        and torch.Tag.inplace_view not in tags  # the shape of the wrapper would have to follow
+        and not any(argument.is_out for argument in func._schema.arguments)
+    )
+
+
+def _collect_replicated(operands, found) -> bool:
+    """Append the DTensors among ``operands``; False unless they are replicas on one mesh."""
+    for a in operands:
+        if isinstance(a, TorchDTensor):
+            for placement in a._spec.placements:
+                if not placement.is_replicate():
+                    return False
+            if found and a._spec.mesh is not found[0]._spec.mesh:
+                return False
+            found.append(a)
+        elif isinstance(a, torch.Tensor):
+            if a.ndim > 0 and not implicit_replication_enabled():
+                return False
+        elif type(a) in (list, tuple) and not _collect_replicated(a, found):
+            return False
+    return True
+
+
+def _run_local(cls, func, args, kwargs, found):
+    spec = found[0]._spec
+
+    def lift(out):
+        if isinstance(out, torch.Tensor):
+            for a in found:
+                if a._local_tensor is out:  # an in-place operator returns its argument
+                    return a
+            meta = spec.tensor_meta
+            if out.shape == meta.shape and out.dtype is meta.dtype and out.stride() == meta.stride:
+                return wrap(cls, out, spec, requires_grad=False)
+            new = spec_with_meta(spec, out.shape, out.stride(), out.dtype)
+            return wrap(cls, out, new, requires_grad=False)
+        return type(out)(map(lift, out)) if type(out) in (list, tuple) else out
+
+    return lift(func(*map(_local, args), **{name: _local(a) for name, a in kwargs.items()}))
+
+
+def _local(a):
+    if isinstance(a, TorchDTensor):
+        return a._local_tensor
+    return type(a)(map(_local, a)) if type(a) in (list, tuple) else a
+
+
+def _run_torch(cls, func, args, kwargs):
     stand_ins = {}  # id of torch's tensor -> (torch's tensor, ours)
 
     def lower(a):
@@ -22,7 +98,9 @@ def plain(cls, func, args, kwargs):
         return type(a)(map(lift, a)) if type(a) in (list, tuple) else a
 
     out = func(*map(lower, args), **{name: lower(value) for name, value in kwargs.items()})
-    for x, ours in stand_ins.values():
-        if ours._spec is not x._spec:  # an in-place operator may change the placements
+    for x, ours in stand_ins.values():  # an in-place operator may change the placements
+        if ours._spec is not x._spec:
             ours._spec = x._spec
+        if ours._local_tensor is not x._local_tensor:
+            ours._local_tensor = x._local_tensor
     return lift(out)

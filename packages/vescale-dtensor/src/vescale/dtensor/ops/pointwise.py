@@ -3,10 +3,40 @@
 
 import torch
 
-from vescale.dtensor._torch_compat import TorchDTensor
+from vescale.dtensor._torch_compat import TorchDTensor, wrap
 from vescale.dtensor.ops.operands import local_operand, rewrap, same_layout, unsupported
 from vescale.dtensor.redistribute import redistribute_local
-from vescale.dtensor.spec import layout_of
+from vescale.dtensor.spec import layout_of, replicated_spec
+
+aten = torch.ops.aten
+
+# Elementwise operators that torch (checked on 2.13) does not tag pointwise.
+LIKE_POINTWISE = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.lift_fresh.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten._to_copy.default,
+    aten.complex.default,
+    aten.elu_backward.default,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.hardshrink_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.masked_fill.Tensor,
+    aten.polar.default,
+    aten.rsub.Tensor,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
+}
 
 
 def pointwise(func, args, kwargs, ref):
@@ -60,4 +90,35 @@ def _locals(func, args, ref):
 
 
 def _local_kwargs(func, kwargs, ref):
+    if not kwargs:
+        return kwargs
     return {name: local_operand(func, value, ref) for name, value in kwargs.items()}
+
+
+def _conj(func, args, kwargs, ref):
+    """Conjugate at once: torch would leave a mark on the local tensor for a later pass."""
+    return pointwise(aten._conj_physical.default, args, kwargs, ref)
+
+
+def _new(func, args, kwargs, ref):
+    """``x.new_zeros(size)`` and its like: laid out as ``x`` if of its shape, else replicated."""
+    size = torch.Size(args[1])
+    if size == ref.shape:
+        local = ref._local_tensor
+        return rewrap(func(local, [local.numel()], *args[2:], **kwargs), ref)
+    local = func(ref._local_tensor, *args[1:], **kwargs)
+    spec = replicated_spec(ref._spec, local.shape, local.stride(), local.dtype)
+    return wrap(type(ref), local, spec, requires_grad=False)
+
+
+SHAPED_ALIKE = {
+    aten.copy_.default: copy_,
+    aten.fill_.Scalar: pointwise_inplace,
+    aten.fill_.Tensor: pointwise_inplace,
+    aten.zero_.default: pointwise_inplace,
+    aten._conj.default: _conj,
+    aten.new_empty.default: _new,
+    aten.new_full.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_zeros.default: _new,
+}

@@ -1,165 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions of a ragged tensor to a scalar: one local reduction, one all-reduce per mesh axis.
+"""Reducing operators, as values of ``Reduction``."""
 
-The result is replicated. Half types are summed in float32, also between ranks.
-"""
+import math
 
 import torch
 import torch.distributed as dist
 
-from vescale.dtensor import comm
-from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
+from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.ops.operands import same_layout, unsupported
-from vescale.dtensor.spec import scalar_spec
+from vescale.dtensor.ops.reduction import (
+    Reduction,
+    accumulation_dtype,
+    combine,
+    reduce,
+    split_axes,
+)
 
 aten = torch.ops.aten
-_HALF = {torch.float16, torch.bfloat16}
 
 
-def split_axes(spec: DTensorSpec) -> list[int]:
-    """Return the mesh axes whose ranks hold different parts of the tensor."""
-    return [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
+def bind(func, args, kwargs) -> dict:
+    """Return the arguments of ``func`` by name, defaults included."""
+    schema = func._schema.arguments
+    bound = {argument.name: argument.default_value for argument in schema}
+    bound.update(zip((argument.name for argument in schema), args, strict=False))
+    bound.update(kwargs)
+    return bound
 
 
-def all_reduce_axes(value: torch.Tensor, spec: DTensorSpec, op: str) -> torch.Tensor:
-    """Reduce ``value`` over every mesh axis that splits the tensor; in place."""
-    if value.is_meta:
-        return value
-    for axis in split_axes(spec):
-        value = comm.all_reduce(value, op, spec.mesh.get_group(axis))
-    return value
-
-
-def all_reduce_extreme(value: torch.Tensor, spec: DTensorSpec, op: str) -> torch.Tensor:
-    """Reduce by "max" or "min" so that a NaN anywhere makes the result NaN, as torch does.
-
-    Backends differ in what their max does with NaN, so a flag travels in the same message.
-    """
-    if not value.is_floating_point():
-        return all_reduce_axes(value, spec, op)
-    sign = 1.0 if op == "max" else -1.0
-    nan = value.isnan()
-    both = torch.stack([value.masked_fill(nan, -sign * float("inf")), nan.to(value.dtype) * sign])
-    both = all_reduce_axes(both, spec, op)
-    return both[0].masked_fill(both[1] != 0, float("nan"))
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums and norms of ``dtype`` are formed and sent."""
-    return torch.float32 if dtype in _HALF else dtype
-
-
-def replicated_scalar(
-    value: torch.Tensor, ref: TorchDTensor, spec: DTensorSpec | None = None
-) -> TorchDTensor:
-    """Wrap a 0-dim tensor that all ranks share, on the mesh of ``spec`` or else of ``ref``."""
-    spec = scalar_spec(spec or ref._spec, value.dtype)
-    return wrap(type(ref), value, spec, requires_grad=False)
+def _dims(bound: dict) -> list[int] | None:
+    dims = bound.get("dim")
+    return [dims] if isinstance(dims, int) else dims
 
 
 def _sum(func, args, kwargs, ref):
-    local = ref._local_tensor
-    dtype = kwargs.get("dtype") or _sum_dtype(local.dtype)
-    value = local.sum(dtype=accumulation_dtype(dtype))
-    return replicated_scalar(all_reduce_axes(value, ref._spec, "sum").to(dtype), ref)
+    bound = bind(func, args, kwargs)
+    dtype = bound["dtype"] or _sum_dtype(ref.dtype)
+    wide = accumulation_dtype(dtype)
+    how = Reduction(
+        lambda part, dims: part.sum(dims, keepdim=True, dtype=wide),
+        "sum",
+        wide,
+        lambda value: value.to(dtype),
+    )
+    return reduce(ref, _dims(bound), bound.get("keepdim", False), how)
 
 
 def _mean(func, args, kwargs, ref):
-    local = ref._local_tensor
-    dtype = kwargs.get("dtype") or local.dtype
+    bound = bind(func, args, kwargs)
+    dtype = bound["dtype"] or ref.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
-        return func(local, **kwargs)  # raises torch's own error
-    value = local.sum(dtype=accumulation_dtype(dtype))
-    value = all_reduce_axes(value, ref._spec, "sum") / ref.numel()
-    return replicated_scalar(value.to(dtype), ref)
+        return func(ref._local_tensor.new_empty(1), *([0],) * ("dim" in bound))  # torch's error
+    wide, dims = accumulation_dtype(dtype), _dims(bound)
+    count = math.prod(ref.shape[dim] for dim in dims) if dims and ref.ndim else ref.numel()
+    how = Reduction(
+        lambda part, dims: part.sum(dims, keepdim=True, dtype=wide),
+        "sum",
+        wide,
+        lambda value: (value / count).to(dtype),
+    )
+    return reduce(ref, dims, bound.get("keepdim", False), how)
 
 
 def _prod(func, args, kwargs, ref):
-    local = ref._local_tensor
-    dtype = kwargs.get("dtype") or _sum_dtype(local.dtype)
+    bound = bind(func, args, kwargs)
+    dtype = bound["dtype"] or _sum_dtype(ref.dtype)
     if dtype.is_complex:
         unsupported(func, "a product of complex numbers cannot be reduced between ranks", ref)
-    value = local.prod(dtype=accumulation_dtype(dtype))
-    return replicated_scalar(all_reduce_axes(value, ref._spec, "product").to(dtype), ref)
+    wide = accumulation_dtype(dtype)
+
+    def local(part, dims):
+        for dim in dims:
+            part = part.prod(dim, keepdim=True, dtype=wide)
+        return part
+
+    how = Reduction(local, "product", wide, lambda value: value.to(dtype))
+    return reduce(ref, _dims(bound), bound.get("keepdim", False), how)
 
 
-def _extreme(op):
-    def reduce(func, args, kwargs, ref):
-        local = ref._local_tensor
-        if ref.numel() == 0:
-            return func(local, **kwargs)  # raises torch's own error
-        wide = accumulation_dtype(local.dtype) if local.is_floating_point() else torch.int64
-        if local.numel():
-            value = func(local, **kwargs).to(wide)
-        else:
-            value = local.new_full((), _identity(wide, op), dtype=wide)
-        return replicated_scalar(all_reduce_extreme(value, ref._spec, op).to(local.dtype), ref)
+def _extreme(op: str):
+    local_op = torch.amax if op == "max" else torch.amin
 
-    return reduce
+    def handler(func, args, kwargs, ref):
+        bound = bind(func, args, kwargs)
+        dims = _dims(bound)
+        if 0 in ([ref.shape[dim] for dim in dims] if dims and ref.ndim else ref.shape):
+            return func(torch.empty(ref.shape, dtype=ref.dtype), *args[1:], **kwargs)  # its error
+        dtype = ref.dtype
+        wide = accumulation_dtype(dtype) if dtype.is_floating_point else torch.int64
+        how = Reduction(
+            lambda part, dims: local_op(part, dims, keepdim=True).to(wide),
+            op,
+            wide,
+            lambda value: value.to(dtype),
+        )
+        return reduce(ref, dims, bound.get("keepdim", False), how)
+
+    return handler
 
 
-def _logical(op):
-    def reduce(func, args, kwargs, ref):
-        value = func(ref._local_tensor)  # False for any, True for all, where there is no element
-        flag = all_reduce_axes(value.to(torch.int32), ref._spec, op)
-        return replicated_scalar(flag.to(value.dtype), ref)
+def _logical(op: str):
+    local_op = torch.any if op == "max" else torch.all
 
-    return reduce
+    def handler(func, args, kwargs, ref):
+        bound = bind(func, args, kwargs)
+        dims = _dims(bound)
+        if dims == []:
+            unsupported(func, "an empty list of dims", ref)
+        dtype = torch.uint8 if ref.dtype is torch.uint8 else torch.bool
+        how = Reduction(
+            lambda part, dims: local_op(part, tuple(dims), keepdim=True).to(torch.int32),
+            op,
+            torch.int32,
+            lambda value: value.clamp(0, 1).to(dtype),  # no element: any is False, all is True
+        )
+        return reduce(ref, dims, bound.get("keepdim", False), how)
+
+    return handler
 
 
 def _equal(func, args, kwargs, ref):
     """``torch.equal``: the same answer on all ranks."""
     a, b = args
-    if not (isinstance(a, TorchDTensor) and isinstance(b, TorchDTensor)) or not (
-        same_layout(a, ref) and same_layout(b, ref)
-    ):
+    if not all(isinstance(x, TorchDTensor) and same_layout(x, ref) for x in (a, b)):
         unsupported(func, "both tensors must be cut alike", a, b)
-    same = torch.tensor(
-        int(func(a._local_tensor, b._local_tensor)),
-        dtype=torch.int32,
-        device=ref._local_tensor.device,
-    )
-    return bool(all_reduce_axes(same, ref._spec, "min"))
+    same = func(a._local_tensor, b._local_tensor)
+    flag = torch.full((), int(same), dtype=torch.int32, device=ref._local_tensor.device)
+    groups = [ref._spec.mesh.get_group(axis) for axis in split_axes(ref._spec)]
+    return bool(combine(flag, "min", groups))
 
 
-def check_finite_and_unscale(func, args, kwargs, ref):
+def _check_finite_and_unscale(func, args, kwargs, ref):
     """Unscale gradients in place; ``found_inf`` becomes 1 on all ranks when one rank finds one."""
-    grads, found_inf, inverse_scale = (_local_part(a) for a in args)
-    func(grads, found_inf, inverse_scale, **kwargs)
-    groups = []
-    for x in args[0]:
+    grads, found_inf, inverse_scale = args
+    found_inf, inverse_scale = _local(found_inf), _local(inverse_scale)
+    func([_local(x) for x in grads], found_inf, inverse_scale, **kwargs)
+    places = []
+    for x in grads:
         if isinstance(x, TorchDTensor):
-            places = [(x._spec.mesh, axis) for axis in split_axes(x._spec)]
-            groups += [place for place in places if place not in groups]
-    for mesh, axis in groups:
+            mine = [(x._spec.mesh, axis) for axis in split_axes(x._spec)]
+            places += [place for place in mine if place not in places]
+    for mesh, axis in places:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
 
-def _local_part(a):
-    if type(a) in (list, tuple):
-        return [_local_part(x) for x in a]
-    return getattr(a, "_local_tensor", a)
+def _local(x):
+    return x._local_tensor if isinstance(x, TorchDTensor) else x
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def _identity(dtype: torch.dtype, op: str) -> float | int:
-    if dtype.is_floating_point:
-        return -float("inf") if op == "max" else float("inf")
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max
-
-
 REDUCTIONS = {
     aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
+    aten.mean.dim: _mean,
     aten.prod.default: _prod,
+    aten.prod.dim_int: _prod,
     aten.max.default: _extreme("max"),
     aten.min.default: _extreme("min"),
+    aten.amax.default: _extreme("max"),
+    aten.amin.default: _extreme("min"),
     aten.any.default: _logical("max"),
+    aten.any.dim: _logical("max"),
+    aten.any.dims: _logical("max"),
     aten.all.default: _logical("min"),
+    aten.all.dim: _logical("min"),
+    aten.all.dims: _logical("min"),
     aten.equal.default: _equal,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: check_finite_and_unscale,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _check_finite_and_unscale,
 }

@@ -72,10 +72,27 @@ def _squeeze(func, args, kwargs, ref):
 
 
 def _expand(func, args, kwargs, ref):
-    size = [n if n != -1 else old for n, old in zip(args[1][::-1], ref.shape[::-1], strict=False)]
-    if len(args[1]) != ref.ndim or tuple(size[::-1]) != tuple(ref.shape):
-        unsupported(func, f"it would be broadcast to {tuple(args[1])}", ref)
-    return view_as_shape(func, ref, ref.shape)
+    """Repeat dims of length 1 inside whole rows; the result is a copy, not a view."""
+    spec, layout = ref._spec, layout_of(ref._spec)
+    size = tuple(args[1])
+    added = len(size) - ref.ndim
+    shape = [old if n == -1 else n for n, old in zip(size[added:], ref.shape, strict=True)]
+    grown = [dim for dim, (n, old) in enumerate(zip(shape, ref.shape, strict=True)) if n != old]
+    if not grown and not added:
+        return view_as_shape(func, ref, ref.shape)
+    first_inner = len(layout.placement.dims)
+    if added or not first_inner or grown[0] < first_inner or _shards(spec, grown):
+        unsupported(func, f"shape {tuple(ref.shape)} would be repeated to {size}", ref)
+    block = list(layout.block_shape)
+    for dim in grown:
+        block[dim - first_inner + 1] = shape[dim]
+    local = ref._local_tensor.view(layout.block_shape).expand(block).reshape(-1)
+    new = make_spec(spec.mesh, spec.placements, shape, local.dtype)
+    return wrap(type(ref), local, new, requires_grad=False)
+
+
+def _shards(spec, dims):
+    return any(placement.is_shard() and placement.dim in dims for placement in spec.placements)
 
 
 VIEWS = {
