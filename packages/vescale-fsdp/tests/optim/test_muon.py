@@ -218,8 +218,14 @@ def check_traffic(rank, world_size):
     mesh = init_device_mesh(DEVICE, (world_size,))
     fulls = random_tensors(0)
     params = shard(fulls, mesh, ragged_cuts(world_size))
+    solved = []
+
+    def solver(matrix, *options):
+        solved.append(tuple(matrix.shape))
+        return newton_schulz(matrix, *options)
+
     for wire, itemsize in ((torch.bfloat16, 2), (torch.float32, 4)):
-        optimizer = Muon(params, wire_dtype=wire)
+        optimizer = Muon(params, wire_dtype=wire, ns_fn=solver)
         (plan,) = optimizer.plans
         set_grads(params, random_tensors(1))
         with CountCollectives() as count:
@@ -228,6 +234,9 @@ def check_traffic(rank, world_size):
         sent = torch.tensor([count.nbytes], device=DEVICE)
         torch.distributed.all_reduce(sent)
         assert sent.item() == 2 * itemsize * (plan.moved_numel + plan.moved_pieces)
+        shapes = zip(plan.roots, SHAPES, strict=True)
+        assert solved == [shape for root, shape in shapes if root == rank]  # once, on one rank
+        solved.clear()
         numel = sum(matrix.numel for matrix in plan.matrices)
         assert plan.moved_numel <= numel * (world_size - 1) / world_size
 
