@@ -5,7 +5,10 @@ import math
 from collections import Counter
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode  # as torch's documentation has it
+
+_SILENT = {"wait_tensor", "wrap_tensor_autograd"}  # they begin nothing
 
 
 class CountCollectives(TorchDispatchMode):
@@ -26,8 +29,10 @@ class CountCollectives(TorchDispatchMode):
         return self.counts.total()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let it take its operators apart, in sight of this mode
         name = func._schema.name.partition("::")[2].strip("_")
-        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+        if func.namespace in ("c10d", "_c10d_functional") and name not in _SILENT:
             self.counts[name] += 1
             self.nbytes += _sent_nbytes(name, args)
         return func(*args, **(kwargs or {}))
