@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.legacy._torch_compat import (
+    OpOverload,
     TorchDispatchMode,
+    argument_names,
     as_process_group,
     mesh_without_groups,
     top_dispatch_mode,
@@ -44,7 +46,7 @@ def test_the_group_of_a_functional_collective_is_found(fake_world):
         out = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
     torch.ops._c10d_functional.wait_tensor(out)
     [(func, args)] = [call for call in seen.calls if call[0].namespace == "_c10d_functional"]
-    assert [argument.name for argument in func._schema.arguments][2] == "group_name"
+    assert argument_names(func)[2] == "group_name"
     assert as_process_group(args[2]) is group
     assert as_process_group(group) is group
 
@@ -55,7 +57,7 @@ def test_the_group_of_a_direct_collective_is_found(fake_world):
     with Seen() as seen:
         dist.all_reduce(torch.ones(2), group=group)
     [(func, args)] = [call for call in seen.calls if call[0].namespace == "c10d"]
-    assert [argument.name for argument in func._schema.arguments][1] == "process_group"
+    assert argument_names(func)[1] == "process_group"
     assert dist.get_process_group_ranks(as_process_group(args[1])) == [0, 1]
 
 
@@ -67,3 +69,9 @@ def test_the_top_mode_is_the_one_entered_last():
             assert top_dispatch_mode() is inner
         assert top_dispatch_mode() is outer
     assert top_dispatch_mode() is None
+
+
+def test_operators_are_known_by_their_type():
+    assert isinstance(torch.ops.aten.mm.default, OpOverload)
+    assert not isinstance(torch.ops.aten.mm, OpOverload)
+    assert argument_names(torch.ops.aten.mm.default) == ["self", "mat2"]

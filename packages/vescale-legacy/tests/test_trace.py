@@ -14,6 +14,10 @@ from vescale.legacy._torch_compat import TorchDispatchMode, top_dispatch_mode
 from vescale.legacy.debug.trace import OpTrace
 
 
+def short_name(op):
+    return op.name().partition("::")[2].partition(".")[0]
+
+
 class Log:
     """Collect what a trace reports, and the module it was in."""
 
@@ -23,10 +27,10 @@ class Log:
         self.trace = OpTrace(lambda: self.on, self.op, self.collective)
 
     def op(self, op, args, kwargs, out):
-        self.events.append((op._opname, self.trace.module_path, out))
+        self.events.append((short_name(op), self.trace.module_path, out))
 
     def collective(self, op, *args):
-        self.events.append((op._opname, self.trace.module_path, args))
+        self.events.append((short_name(op), self.trace.module_path, args))
 
     @property
     def names(self):

@@ -5,6 +5,7 @@ What exists so far: ``devicemesh_api`` and ``debug``. Importing this package pat
 prints nothing.
 """
 
+import vescale.legacy._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 from vescale.legacy import debug, devicemesh_api
 
 __all__ = ["debug", "devicemesh_api"]

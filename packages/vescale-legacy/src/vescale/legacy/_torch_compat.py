@@ -7,6 +7,9 @@ Each is checked on the version named beside it by ``tests/test_torch_compat.py``
 from typing import Any
 
 import torch
+
+# 2.13.0: the type of operators such as ``torch.ops.aten.mm.default`` has no public name.
+from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,7 +21,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 # tells which mode is on top, which closing a mode outside a ``with`` statement must know.
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-__all__ = ["TorchDispatchMode", "as_process_group", "mesh_without_groups", "top_dispatch_mode"]
+__all__ = [
+    "OpOverload",
+    "TorchDispatchMode",
+    "argument_names",
+    "as_process_group",
+    "mesh_without_groups",
+    "top_dispatch_mode",
+]
 
 
 def mesh_without_groups(
@@ -32,6 +42,11 @@ def mesh_without_groups(
     # 2.13.0: ``_init_backend=False`` is what torch's own slices are made with. The public
     # constructor would create groups, so every rank would have to build every mesh, in step.
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, _init_backend=False)
+
+
+def argument_names(op: OpOverload) -> list[str]:
+    """Return the names of an operator's arguments, in the order of its schema."""
+    return [argument.name for argument in op._schema.arguments]  # 2.13.0: no public accessor
 
 
 def as_process_group(value: Any) -> Any:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.legacy._torch_compat import OpOverload
+
 # What runs between the line a user wrote and the operation it became.
 MACHINERY = ("torch", "vescale", "contextlib", "functools", "typing_extensions")
 
@@ -39,7 +41,7 @@ def name_of(func: Any) -> str:
     """Return the name a collective or an operator is known by."""
     if isinstance(func, str):
         return func
-    return str(func) if isinstance(func, torch._ops.OpOverload) else func.__name__
+    return str(func) if isinstance(func, OpOverload) else func.__name__
 
 
 def call_site() -> str:

@@ -4,11 +4,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.module_tracker import ModuleTracker
 
-from vescale.legacy._torch_compat import TorchDispatchMode, as_process_group, top_dispatch_mode
+from vescale.legacy._torch_compat import (
+    OpOverload,
+    TorchDispatchMode,
+    argument_names,
+    as_process_group,
+    top_dispatch_mode,
+)
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # These move nothing: they wait for, or wrap, the result of a collective already reported.
@@ -86,17 +91,15 @@ class OpTrace(TorchDispatchMode):
 
 
 def _is_collective(func: Any) -> bool:
-    return (
-        isinstance(func, torch._ops.OpOverload)
-        and func.namespace in NAMESPACES
-        and func._opname not in NOT_COLLECTIVE
-    )
+    if not isinstance(func, OpOverload):
+        return False
+    namespace, _, name = func.name().partition("::")
+    return namespace in NAMESPACES and name not in NOT_COLLECTIVE
 
 
-def _with_groups(func: torch._ops.OpOverload, args: Sequence[Any]) -> list[Any]:
+def _with_groups(func: OpOverload, args: Sequence[Any]) -> list[Any]:
     """Return ``args`` with process groups in the place of what stands for them."""
-    names = (argument.name for argument in func._schema.arguments)
     return [
         as_process_group(arg) if name in GROUP_ARGUMENTS else arg
-        for name, arg in zip(names, args, strict=False)  # defaults may be missing at the end
+        for name, arg in zip(argument_names(func), args, strict=False)  # defaults may be left out
     ]
