@@ -230,13 +230,15 @@ def check_bad_input(rank, world_size):
     raises(NotImplementedError, "smaller world", reshard_after_forward=2)
     raises(TypeError, "mp_policy", mp_policy=torch.bfloat16)
     raises(ValueError, "param_dtype", mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8))
-    raises(ValueError, "a.weight.*on the meta device|on the meta device and a.weight", module=Half())
     raises(
-        NotImplementedError, "complex", module=nn.Linear(2, 2, dtype=torch.complex64).to(DEVICE)
+        ValueError, "a.weight.*on the meta device|on the meta device and a.weight", module=Half()
     )
+    raises(NotImplementedError, "complex", module=nn.Linear(2, 2, dtype=torch.complex64).to(DEVICE))
     raises(ValueError, "lazy", module=nn.LazyLinear(2))
     if DEVICE == "cuda":
-        raises(ValueError, "weight of Linear is on cuda", mesh=init_device_mesh("cpu", (world_size,)))
+        raises(
+            ValueError, "weight of Linear is on cuda", mesh=init_device_mesh("cpu", (world_size,))
+        )
     wrapped = fully_shard(nn.Linear(4, 4).to(DEVICE), mesh=mesh)
     with pytest.raises(ValueError, match="wrapped already"):
         fully_shard(wrapped, mesh=mesh)
@@ -256,13 +258,13 @@ def check_bad_input(rank, world_size):
     # A mistake of one rank is everybody's error, and says whose.
     odd_one = nn.Linear(4, 4 + (rank == 1)).to(DEVICE)
     raises(RuntimeError, r"rank 0 and rank 1 .*weight: \(4, 4\).*weight: \(5, 4\)", module=odd_one)
-    raises(
-        RuntimeError, r"Rows\(n=1\).*Rows\(n=2\)", granularity=Rows(1 + (rank == 1))
-    )
+    raises(RuntimeError, r"Rows\(n=1\).*Rows\(n=2\)", granularity=Rows(1 + (rank == 1)))
     module = nn.Linear(4, 4, device=DEVICE)
     if rank == 1:
         module.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
-    kind, text = (ValueError, "on the meta device") if rank == 1 else (RuntimeError, "rank 1 .*meta")
+    kind, text = (
+        (ValueError, "on the meta device") if rank == 1 else (RuntimeError, "rank 1 .*meta")
+    )
     raises(kind, text, module=module)
     dist.barrier()
 

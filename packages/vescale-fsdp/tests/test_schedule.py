@@ -77,9 +77,7 @@ def check_order(rank, world_size):
 def check_forward_prefetch(rank, world_size):
     model, seen = wrapped(), []
     second = unit_of(model.layers[1])
-    handle = model.layers[0].register_forward_hook(
-        lambda *_: seen.append(second.groups[0].state)
-    )
+    handle = model.layers[0].register_forward_hook(lambda *_: seen.append(second.groups[0].state))
     for step in range(2):
         loss_of(model, batch(step, rank, DEVICE)).backward()
     handle.remove()

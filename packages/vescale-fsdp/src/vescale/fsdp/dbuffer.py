@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One flat storage for a planned group of tensors. Knows no module and no parameter.
 
-With S = ``plan.shard_numel`` and N the number of ranks, in elements: a rank's ``shard`` is [S], the
-``full`` buffer is [N * S] and rank ``i`` owns ``full[i * S : (i + 1) * S]``. Every tensor of the plan
-is one interval of ``full``, so a gathered tensor is a view of it and costs no copy.
+With S = ``plan.shard_numel`` and N the number of ranks, in elements: a rank's ``shard`` is [S],
+the ``full`` buffer is [N * S] and rank ``i`` owns ``full[i * S : (i + 1) * S]``. Every tensor of
+the plan is one interval of ``full``, so a gathered tensor is a view of it and costs no copy.
 
 A buffer may have a ``tail`` of T elements behind each rank's part, to carry what is no tensor: then
 S + T takes the place of S above, and a tensor that lies on several ranks is a few ``pieces``.
@@ -69,7 +69,7 @@ class DBuffer:
         return self.shard
 
     def allocate_full(self) -> torch.Tensor:
-        """Give the full buffer memory with undefined contents: one allocation; a no-op if it has."""
+        """Give the full buffer memory of undefined contents, in one allocation, if it has none."""
         if self._full is None:
             # Not an inference tensor, also under torch.inference_mode: training may follow.
             with torch.inference_mode(False):

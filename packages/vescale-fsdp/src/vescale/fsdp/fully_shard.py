@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale.fsdp.agreement import agree
 from vescale.fsdp.granularity import Granularity, resolve_granularity
+from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import UNIT, FSDPModule, _check_reshard
-from vescale.fsdp.param_group import OWNER_ATTRIBUTE, Managed, ParamGroup
+from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.policy import MixedPrecisionPolicy, check_policy
 from vescale.fsdp.unit import Unit
 
@@ -240,9 +241,7 @@ def _split(items: list[Managed]) -> list[list[Managed]]:
     return list(groups.values())
 
 
-def _describe(
-    module: nn.Module, policy: MixedPrecisionPolicy, groups: list[list[Managed]]
-) -> str:
+def _describe(module: nn.Module, policy: MixedPrecisionPolicy, groups: list[list[Managed]]) -> str:
     """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter."""
     lines = [f"{type(module).__name__} with {policy}"]
     for items in groups:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from vescale.dtensor import distribute_tensor
-from vescale.fsdp.param_group import Managed, ParamGroup
+from vescale.fsdp.managed import Managed
+from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.saved_tensors import saved_tensor_watch
 from vescale.fsdp.schedule import Schedule
 from vescale.fsdp.unit import Unit
@@ -89,9 +90,7 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
-    def set_reshard_after_forward(
-        self, reshard_after_forward: bool, recurse: bool = True
-    ) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether forward frees the full parameters, to gather them again in backward."""
         _check_reshard(reshard_after_forward, optional=False)
         for unit in _units(self, recurse):
@@ -115,6 +114,8 @@ class FSDPModule:
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         unit = unit_of(self)
         unit.reshard()
+        for group in unit.groups:
+            group.prepare_move()
         super()._apply(fn, recurse)
         for group in unit.groups:
             group.adopt_moved()
@@ -141,10 +142,8 @@ def _run(module: FSDPModule, inner: Callable, args: tuple, kwargs: dict) -> Any:
     if unit.schedule is None:
         _become_root(module)
     unit.entered = True
-    entered = False
     try:
         args, kwargs = unit.before_forward(args, kwargs)
-        entered = True
         with saved_tensor_watch():
             output = inner(*args, **kwargs)
         return unit.after_forward(output)
@@ -159,9 +158,7 @@ def unit_of(module: nn.Module) -> Unit:
     """Return the unit behind a wrapped module; raises ValueError for any other module."""
     unit = module.__dict__.get(UNIT)
     if unit is None:
-        raise ValueError(
-            f"{type(module).__name__} is not wrapped; call fully_shard on it first."
-        )
+        raise ValueError(f"{type(module).__name__} is not wrapped; call fully_shard on it first.")
     return unit
 
 
@@ -225,9 +222,7 @@ def _check_reshard(value: Any, *, optional: bool) -> None:
     )
 
 
-def _managed_names(
-    module: nn.Module, unit: Unit
-) -> Iterator[tuple[ParamGroup, int, list[str]]]:
+def _managed_names(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, int, list[str]]]:
     """Yield (group, index, names relative to ``module``) of the parameters placed in it."""
     prefixes = {id(m): f"{name}." if name else "" for name, m in module.named_modules()}
     for group in unit.all_groups:

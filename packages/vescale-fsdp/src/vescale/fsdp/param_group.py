@@ -7,28 +7,23 @@ gathered one is a plain ``nn.Parameter``, a view of the full buffer; the module 
 """
 
 import enum
-import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor import DTensor, RaggedShard
+from vescale.dtensor import RaggedShard
 from vescale.dtensor.tensor import make_ragged, ragged_spec, set_local
 from vescale.fsdp._torch_compat import gradient_hooks, post_accumulate_hooks
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.gradients import GradientBuffer
-from vescale.fsdp.granularity import Granularity, local_units
-from vescale.fsdp.planner import Plan, Request, plan
+from vescale.fsdp.granularity import local_units
+from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
 from vescale.fsdp.saved_tensors import unwatch, watch
-
-SLICE_ALIGN_BYTES = 16  # slower collectives below it: pytorch/pytorch #195450
-OWNER_ATTRIBUTE = "_vescale_owner"  # on a parameter that a group replaced
 
 
 class State(enum.Enum):
@@ -37,41 +32,6 @@ class State(enum.Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
-
-
-@dataclass(eq=False)
-class Managed:
-    """One parameter: its places in modules, and its sharded and gathered forms."""
-
-    fqn: str
-    slots: list[tuple[weakref.ref[nn.Module], str]]
-    original: nn.Parameter | None
-    granularity: Granularity
-    spec: object = None
-    sharded: nn.Parameter = None
-    gathered: nn.Parameter | None = None
-    extras: dict = field(default_factory=dict)
-
-    def register(self, param: nn.Parameter) -> None:
-        """Put ``param`` into every place, without the checks of ``setattr``."""
-        for module_ref, name in self.slots:
-            module = module_ref()
-            if module is not None:
-                module._parameters[name] = param
-
-    def check_registered(self) -> None:
-        """Raise RuntimeError if somebody put another parameter into one of the places."""
-        for module_ref, name in self.slots:
-            module = module_ref()
-            if module is None:
-                continue
-            found = module._parameters.get(name)
-            if found is not self.sharded and found is not self.gathered:
-                raise RuntimeError(
-                    f"{self.fqn}: the parameter was replaced by another object after fully_shard; "
-                    "copy values into the sharded parameter (param.copy_, load_state_dict), or "
-                    "replace it before fully_shard."
-                )
 
 
 class ParamGroup:
@@ -95,7 +55,7 @@ class ParamGroup:
         self.lent = False  # whether another unit's module uses one of the parameters
         self.holders: set[int] = set()
         self.weights: DBuffer | None = None
-        self.plan = _plan(managed, mesh.size(), self.narrowest_dtype())
+        self.plan = plan_of(managed, mesh.size(), self.narrowest_dtype())
         self._gradients: GradientBuffer | None = None
         self._reducing: set[int] | None = None
         self._reduced: tuple[weakref.ref, list[weakref.ref]] | None = None
@@ -152,6 +112,19 @@ class ParamGroup:
             # A tie to a module that is wrapped later is found through the original.
             setattr(original, OWNER_ATTRIBUTE, (weakref.ref(self), index))
             item.original = None
+
+    def prepare_move(self) -> None:
+        """Let ``Module._apply`` replace the parameters' memory.
+
+        Raises RuntimeError while gradients wait for a reduction.
+        """
+        if self.has_gradients:
+            raise RuntimeError(
+                f"the unit {self.name!r} holds gradients that no backward has reduced yet; end "
+                "gradient accumulation (a backward with gradient sync, or reset_iter_state()) "
+                "before moving or casting the model."
+            )
+        self._reduced = None  # torch swaps no tensor that has a weak reference
 
     def adopt_moved(self) -> None:
         """Bring the buffer back under parameters that ``Module._apply`` moved or cast.
@@ -401,16 +374,3 @@ class _Taker:
         group = self._group()
         if group is not None:
             group.take_gradient(self._index)
-
-
-def _plan(managed: list[Managed], world_size: int, narrowest: torch.dtype) -> Plan:
-    requests = [
-        Request(
-            item.fqn,
-            item.original.numel(),
-            item.granularity.block_numel(item.original.shape, fqn=item.fqn),
-        )
-        for item in managed
-    ]
-    align = SLICE_ALIGN_BYTES // math.gcd(SLICE_ALIGN_BYTES, narrowest.itemsize)
-    return plan(requests, world_size, align=align)

@@ -133,11 +133,12 @@ class Schedule:
         """Note that backward reached a unit; the first call waits for the end of the pass.
 
         ``keep_gathered`` is for a backward that is differentiated itself: what it saves of the
-        full parameters lies outside every forward.
+        full parameters lies outside every forward, so they stay until an ordinary backward has
+        ended, a forward starts anew, or ``reshard()``.
         """
-        self._keep_gathered |= keep_gathered
         if not self._in_backward:
             self._in_backward = True
+            self._keep_gathered = keep_gathered
             self._backward_cursor = len(self._backward_order)
             on_backward_end(self._leave_backward)
 

@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return ``value`` with ``function`` applied to its tensors; ``value`` itself if none changes."""
+    """Return ``value`` with ``function`` applied to its tensors, or itself if none changes."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
