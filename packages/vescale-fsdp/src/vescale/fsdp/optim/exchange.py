@@ -110,11 +110,6 @@ class OwnerGather:
         for slot in self.home.slots:
             self._home_slots[slot.matrix].append(slot)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes this rank sends in one ``run``, both ways, flags included."""
-        return (self.away.numel + self.home.numel) * self.dtype.itemsize
-
     def run(
         self,
         pack: Callable[[int, torch.Tensor], bool],

@@ -104,6 +104,10 @@ class RootPlan:
             for piece in matrix.pieces
         )
 
+    def sent_nbytes(self, itemsize: int) -> int:
+        """Return the bytes of one exchange, all ranks summed: pieces and flags, both ways."""
+        return 2 * itemsize * (self.moved_numel + self.moved_pieces)
+
     @property
     def is_local(self) -> bool:
         """True when every root already holds its whole matrix: nothing has to travel."""
