@@ -87,7 +87,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The buffers of a model, in the order in which its units were wrapped.
+    """The buffers of a model, its units in the order of ``named_modules``.
 
     ``str()`` is a plain table, and rich prints a coloured one; both show consecutive units with the
     same layout, such as the blocks of a transformer, once.
@@ -162,7 +162,7 @@ class Layout:
 def layout(model: nn.Module) -> Layout:
     """Return where every parameter of ``model``, wrapped with ``fully_shard``, lies.
 
-    Raises TypeError where the model is not wrapped. Works in any state, sharded or gathered.
+    Works in any state, sharded or gathered; a model that is not wrapped has an empty layout.
     """
     from vescale.fsdp.module import param_groups  # the runtime; a layout itself needs only plans
 
