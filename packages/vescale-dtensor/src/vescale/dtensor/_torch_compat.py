@@ -2,6 +2,7 @@
 """The one home of torch's private names; each comment says on which version it was checked."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import _mesh_resources  # checked on 2.13: get_current_mesh()
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -17,10 +18,12 @@ __all__ = [
     "DTensorSpec",
     "TensorMeta",
     "TorchDTensor",
+    "all_gather_single",
     "current_mesh",
     "enable_foreach",
     "enable_subclass_dispatch",
     "implicit_replication_enabled",
+    "reduce_scatter_single",
     "replace_tensor_impl",
     "spec_with_meta",
     "wrap",
@@ -30,6 +33,11 @@ __all__ = [
 # ``__init__``; sizes and strides come from ``spec.tensor_meta``, dtype and device from the local
 # tensor; fills the slots ``_local_tensor`` and ``_spec``.
 wrap = TorchDTensor.__new__
+
+
+# Public, under two names: 2.13 renamed them and warns on the old ones.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def current_mesh():

@@ -34,11 +34,10 @@ class Redistribute(torch.autograd.Function):
         local, spec = x._local_tensor, x._spec
         if forward_dtype is not None and forward_dtype != local.dtype:
             local, spec = local.to(forward_dtype), spec_with_dtype(spec, forward_dtype)
-        out = redistribute_local(local, spec, placements)
+        out = redistribute_local(local, spec, placements)  # one side is ragged: row-major
         if out is x._local_tensor:
             out = out.view_as(out)  # the result must not share autograd's metadata
-        meta = spec.tensor_meta
-        out_spec = make_spec(spec.mesh, placements, meta.shape, out.dtype, meta.stride)
+        out_spec = make_spec(spec.mesh, placements, spec.tensor_meta.shape, out.dtype)
         return wrap(type(x), out, out_spec, requires_grad=x.requires_grad)
 
     @staticmethod

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from vescale.dtensor._torch_compat import all_gather_single, reduce_scatter_single
+
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # and a division: gloo has no average
@@ -57,7 +59,7 @@ def gather(flat: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) 
     source, target, scale = _carried(flat), _carried(out), _bytes_per_element(flat)
     largest, owners = max(numels), [rank for rank, numel in enumerate(numels) if numel]
     if largest * len(numels) == sum(numels):
-        dist.all_gather_into_tensor(target, source, group=group)
+        all_gather_single(target, source, group=group)
         return out
     parts = list(target.split([numel * scale for numel in numels]))
     if len(owners) > 1 and dist.get_backend(group) == "nccl":
@@ -66,7 +68,7 @@ def gather(flat: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) 
         padded = source.new_zeros(largest * scale)
         padded[: source.numel()].copy_(source)
         gathered = source.new_empty(largest * scale * len(numels))
-        dist.all_gather_into_tensor(gathered, padded, group=group)
+        all_gather_single(gathered, padded, group=group)
         for part, row in zip(parts, gathered.view(len(numels), -1), strict=True):
             part.copy_(row[: part.numel()])
     else:
@@ -102,7 +104,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Reduce ``flat`` (``[sum(numels)]`` on every rank) and return this rank's part.
 
-    Equal parts: ``reduce_scatter_tensor``. A single owner: a reduce to it. Else one all-to-all
+    Equal parts: one reduce-scatter. A single owner: a reduce to it. Else one all-to-all
     and a local reduction, which sums half types in float32.
     """
     flat = _plain_memory(flat)
@@ -110,7 +112,7 @@ def reduce_scatter(
     owners = [peer for peer, numel in enumerate(numels) if numel]
     if len(owners) == world_size and len(set(numels)) == 1:
         out = flat.new_empty(numels[rank])
-        dist.reduce_scatter_tensor(_as_real(out), _as_real(flat), op=REDUCE_OPS[op], group=group)
+        reduce_scatter_single(_as_real(out), _as_real(flat), op=REDUCE_OPS[op], group=group)
         return out.div_(world_size) if op == "avg" else out
     if len(owners) == 1:
         out = flat.clone()

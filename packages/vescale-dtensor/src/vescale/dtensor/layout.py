@@ -161,6 +161,27 @@ def _overlaps(mine: Sequence[int], theirs: Sequence[int], rank: int) -> list[int
     return counts
 
 
+def pieces_by_chunk(
+    boxes: Sequence[Box], dim: int, lengths: Sequence[int]
+) -> list[list[tuple[Box, int, int]]]:
+    """Cut ``boxes`` where chunks of ``lengths`` along ``dim`` meet.
+
+    Returns, for every chunk, its pieces as (box, start, length) with ``start`` counted along
+    ``dim`` of the box; pieces of one chunk are in storage order of the boxes.
+    """
+    pieces, begin = [], 0
+    for length in lengths:
+        end, mine = begin + length, []
+        for box in boxes:
+            first = max(begin, box.offset[dim])
+            last = min(end, box.offset[dim] + box.shape[dim])
+            if first < last:
+                mine.append((box, first - box.offset[dim], last - first))
+        pieces.append(mine)
+        begin = end
+    return pieces
+
+
 def chunk_numels(length: int, world_size: int, row_numel: int = 1) -> tuple[int, ...]:
     """Return every rank's number of elements under torch's ``Shard`` of a dim of ``length``.
 

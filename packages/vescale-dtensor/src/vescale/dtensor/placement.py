@@ -27,13 +27,17 @@ class RaggedShard(Placement):
 
     def __init__(self, dims: Iterable[int], local_units: Iterable[int]) -> None:
         super().__init__()  # the base is C++: is_shard() on an uninitialised one is a crash
-        dims, units = tuple(map(operator.index, dims)), tuple(map(operator.index, local_units))
+        dims, units = tuple(map(operator.index, dims)), tuple(local_units)
+        total = sum(units)
+        if type(total) is not int:  # asking the sum, not each of perhaps 10,000 units
+            units = tuple(map(operator.index, units))
+            total = sum(units)
         if dims != tuple(range(len(dims))):
             raise ValueError(
                 f"RaggedShard got dims={dims}, but they must be a prefix (0, ..., k-1) of the "
                 "tensor's dims; permute the tensor so that the dims to cut come first."
             )
-        if not units or min(units) < 0 or not any(units):
+        if total <= 0 or min(units) < 0:
             raise ValueError(
                 f"RaggedShard got local_units={units}, but they must be non-negative with a "
                 "positive sum; give one unit count per rank of the mesh axis."
@@ -45,9 +49,9 @@ class RaggedShard(Placement):
                 "whole has one owner; make exactly one unit non-zero, or give dims to cut."
             )
         self.dims, self.local_units = dims, units
-        self._total = sum(units)
+        self._total = total
         self._hash = hash((type(self).__name__, dims, units))  # once: there may be 10,000 units
-        self._owner = units.index(self._total) if single_owner else None
+        self._owner = units.index(total) if single_owner else None
 
     @property
     def owner(self) -> int | None:

@@ -11,8 +11,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale.dtensor import comm
 from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
-from vescale.dtensor.layout import Layout, chunk_numels, exchange_counts
+from vescale.dtensor.layout import exchange_counts
 from vescale.dtensor.placement import RaggedShard
+from vescale.dtensor.shard_exchange import ragged_to_shard, shard_to_ragged
 from vescale.dtensor.spec import (
     base_block,
     base_placements,
@@ -66,12 +67,8 @@ def _from_ragged(local: torch.Tensor, spec: DTensorSpec, target_spec: DTensorSpe
             new = layout_of(target_spec)
             counts = exchange_counts(layout.split_numels, new.split_numels, rank)
             return comm.exchange(local, *counts, group)
-        if isinstance(target[axis], Shard) and _dim0_cut_is_last(target, axis):
-            counts = exchange_counts(layout.split_numels, _shard0_numels(layout, mesh), rank)
-            rows = comm.exchange(local, *counts, group)
-            rows = rows.view(_shard0_length(layout, mesh, rank), *layout.base_shape[1:])
-            sharded = _respec(spec, replace(target, axis, Shard(0)))
-            return _redistribute_plain(rows, sharded, target)
+        if isinstance(target[axis], Shard) and _is_last_cut(target, axis, target[axis]):
+            return ragged_to_shard(local, layout, target[axis].dim, group)
     base = comm.gather(local, layout.split_numels, group).view(layout.base_shape)
     return redistribute_local(base, _respec(spec, base_placements(spec.placements)), target)
 
@@ -84,7 +81,7 @@ def _to_ragged(local: torch.Tensor, spec: DTensorSpec, target_spec: DTensorSpec)
         layout_of(target_spec),
     )
     axis, base = layout.axis, base_placements(target)
-    group, rank = mesh.get_group(axis), mesh.get_local_rank(axis)
+    group = mesh.get_group(axis)
     if source[axis].is_partial():
         # Reduce-scatter first: the other axes then reduce only this rank's part.
         late = tuple(
@@ -97,10 +94,9 @@ def _to_ragged(local: torch.Tensor, spec: DTensorSpec, target_spec: DTensorSpec)
         part = comm.reduce_scatter(local.reshape(-1), numels, source[axis].reduce_op, group)
         late_spec = _respec(spec, replace(late, axis, target[axis]))
         return _reduce_other_axes(part, late_spec, target)[0]
-    if isinstance(source[axis], Shard) and _dim0_cut_is_last(target, axis):
-        local = _redistribute_plain(local, spec, replace(base, axis, Shard(0)))
-        counts = exchange_counts(_shard0_numels(layout, mesh), layout.split_numels, rank)
-        return comm.exchange(local.reshape(-1), *counts, group)
+    if isinstance(source[axis], Shard) and _is_last_cut(target, axis, source[axis]):
+        local = _redistribute_plain(local, spec, replace(base, axis, source[axis]))
+        return shard_to_ragged(local, layout, source[axis].dim, group)
     local = _redistribute_plain(local, spec, base)
     return local.reshape(-1)[layout.start : layout.end].clone()
 
@@ -135,21 +131,12 @@ def _redistribute_plain(
     return out.wait() if hasattr(out, "wait") else out  # an async tensor on some versions
 
 
-def _dim0_cut_is_last(target: Sequence[Placement], axis: int) -> bool:
-    """Tell whether a Shard(0) on ``axis`` cuts what the other placements left, as ragged does.
+def _is_last_cut(target: Sequence[Placement], axis: int, shard: Shard) -> bool:
+    """Tell whether ``shard`` on ``axis`` cuts what the other placements left, as ragged does.
 
     torch cuts one dim from the left-most mesh axis to the right-most.
     """
-    return Shard(0) not in target[axis + 1 :]
-
-
-def _shard0_numels(layout: Layout, mesh) -> tuple[int, ...]:
-    length, row_shape = layout.base_shape[0], layout.base_shape[1:]
-    return chunk_numels(length, mesh.size(layout.axis), torch.Size(row_shape).numel())
-
-
-def _shard0_length(layout: Layout, mesh, rank: int) -> int:
-    return chunk_numels(layout.base_shape[0], mesh.size(layout.axis))[rank]
+    return shard not in target[axis + 1 :]
 
 
 def _respec(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:

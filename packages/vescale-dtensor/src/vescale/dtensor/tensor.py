@@ -41,7 +41,7 @@ class DTensor(TorchDTensor):
     """
 
     def __init__(
-        self, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
+        self, local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool
     ) -> None:
         layout = layout_of(spec)
         if layout is not None and local_tensor.shape != (layout.numel,):

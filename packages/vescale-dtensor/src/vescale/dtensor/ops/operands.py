@@ -43,6 +43,20 @@ def _same_cut(x: Layout, y: Layout) -> bool:
     return x.axis == y.axis and x.base_shape == y.base_shape and x.split_numels == y.split_numels
 
 
+def _same_rows(a: TorchDTensor, b: TorchDTensor) -> bool:
+    """Tell whether ``a`` broadcasts to ``b`` inside rows that both cut alike."""
+    x, y = layout_of(a._spec), layout_of(b._spec)
+    k = len(x.placement.dims)
+    return (
+        k > 0
+        and a._spec.placements == b._spec.placements
+        and a._spec.mesh == b._spec.mesh
+        and a.ndim == b.ndim
+        and a.shape[:k] == b.shape[:k]
+        and all(mine in (1, its) for mine, its in zip(x.base_shape, y.base_shape, strict=True))
+    )
+
+
 def local_operand(func, a: object, ref: TorchDTensor) -> object:
     """Return the local part of operand ``a`` in the layout of ``ref``; scalars as they are.
 
@@ -52,7 +66,10 @@ def local_operand(func, a: object, ref: TorchDTensor) -> object:
         if a._spec is ref._spec or same_layout(a, ref):
             return a._local_tensor
         if layout_of(a._spec) is not None:
-            unsupported(func, "the operands are cut differently", ref, a)
+            if not _same_rows(a, ref):
+                unsupported(func, "the operands are cut differently", ref, a)
+            block = a._local_tensor.view(layout_of(a._spec).block_shape)
+            return block.expand(layout_of(ref._spec).block_shape).reshape(-1)
         if a._spec.mesh != ref._spec.mesh:
             unsupported(func, "the operands are on different meshes", ref, a)
         if not all(placement.is_replicate() for placement in a._spec.placements):

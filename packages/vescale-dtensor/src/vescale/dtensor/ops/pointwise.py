@@ -40,7 +40,10 @@ LIKE_POINTWISE = {
 
 
 def pointwise(func, args, kwargs, ref):
-    """Run ``func`` on the local parts; the result is laid out like ``ref``."""
+    """Run ``func`` on the local parts; the result is laid out like the largest operand."""
+    for a in args:  # (rows, 1) against (rows, columns)
+        if a is not ref and isinstance(a, TorchDTensor) and a._spec is not ref._spec:
+            ref = a if layout_of(a._spec) is not None and a.numel() > ref.numel() else ref
     out = func(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
     if isinstance(out, torch.Tensor):
         return rewrap(out, ref)
@@ -111,6 +114,17 @@ def _new(func, args, kwargs, ref):
     return wrap(type(ref), local, spec, requires_grad=False)
 
 
+def _new_empty_strided(func, args, kwargs, ref):
+    """``x.new_empty_strided(size, stride)``: autograd makes the memory of a gradient so."""
+    if torch.Size(args[1]) == ref.shape and tuple(args[2]) == ref.stride():
+        return pointwise(aten.empty_like.default, [ref], kwargs, ref)
+    return (
+        _new(func, args, kwargs, ref)
+        if torch.Size(args[1]) != ref.shape
+        else unsupported(func, f"strides {tuple(args[2])} are not those of a row-major tensor", ref)
+    )
+
+
 SHAPED_ALIKE = {
     aten.copy_.default: copy_,
     aten.fill_.Scalar: pointwise_inplace,
@@ -118,6 +132,7 @@ SHAPED_ALIKE = {
     aten.zero_.default: pointwise_inplace,
     aten._conj.default: _conj,
     aten.new_empty.default: _new,
+    aten.new_empty_strided.default: _new_empty_strided,
     aten.new_full.default: _new,
     aten.new_ones.default: _new,
     aten.new_zeros.default: _new,
