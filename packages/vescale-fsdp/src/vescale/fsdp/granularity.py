@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from vescale.fsdp.planner import Plan
@@ -180,16 +181,17 @@ def local_units(plan: Plan, index: int, unit_numel: int) -> tuple[int, ...]:
     rank 0 owns nothing. ``unit_numel`` is that of the tensor's granularity. Raises ValueError if a
     rank holds no whole number of units.
     """
-    sizes = plan.shard_sizes(index)
-    if not any(sizes):
-        return (1, *(0 for _ in sizes[1:]))
+    runs = plan.shard_runs(index)
+    sizes = {size for size, _ in runs if size}
+    if not sizes:
+        return (1,) + (0,) * (plan.world_size - 1)
     if any(size % unit_numel for size in sizes):
         raise ValueError(
-            f"{plan.requests[index].fqn}: unit_numel={unit_numel} does not divide the shards "
-            f"{sorted(set(sizes))}; pass the unit of the granularity that the plan was made with."
+            f"{plan.requests[index].fqn}: unit_numel={unit_numel} does not divide its shards of "
+            f"{sorted(sizes)} elements; pass the unit of the granularity that was planned with."
         )
     divisor = math.gcd(*sizes)
-    return tuple(size // divisor for size in sizes)
+    return tuple(chain.from_iterable(repeat(size // divisor, ranks) for size, ranks in runs))
 
 
 def _positive(value: int, owner: str, name: str) -> int:

@@ -1,17 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pack tensors into equal shards of a given size, so that no block is cut.
+"""Pack tensors into equal shards of a given size so that no block is cut, if that is possible.
 
-A tensor class is a pair ``(numel, block)``; tensors of one class are interchangeable. An order is
-run-length encoded: ``Runs`` is a sequence of ``(class index, count)``. All sizes are in elements.
+Tensors of equal ``(numel, block)`` are alike and form one class. An order is run-length encoded:
+``Runs`` is a sequence of ``(class index, count)``. A packer returns an order that fits, or None;
+offsets follow from the order, since every tensor is placed as early as possible. For a fixed order
+that minimises the end of every prefix, because the earliest legal start does not decrease with the
+position it is looked for from. All sizes are in elements.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 Class = tuple[int, int]
 Runs = tuple[tuple[int, int], ...]
 
-NOWHERE = -1
+
+@dataclass(frozen=True)
+class Group:
+    """The tensors of one buffer: ``counts[i]`` of class ``classes[i]``, over ``world_size`` shards.
+
+    ``members[j]`` is the class index of tensor ``j``. No tensor is empty, no block larger than its
+    tensor, and the shard size is a multiple of ``align``.
+    """
+
+    classes: tuple[Class, ...]
+    members: tuple[int, ...]
+    world_size: int
+    align: int
+
+    @staticmethod
+    def of(sizes: Sequence[Class], world_size: int, align: int) -> "Group":
+        """Return the group of the tensors ``(numel, block)``."""
+        numbers = {pair: number for number, pair in enumerate(dict.fromkeys(sizes))}
+        return Group(tuple(numbers), tuple(numbers[pair] for pair in sizes), world_size, align)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many tensors each class has."""
+        return tuple(map(self.members.count, range(len(self.classes))))
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all tensors together."""
+        return sum(self.classes[index][0] for index in self.members)
+
+    @cached_property
+    def free_from(self) -> tuple[int, ...]:
+        """For each class, the shard size from which on its tensors have a legal start."""
+        return tuple(free_from(*pair) for pair in self.classes)
+
+    def states(self, indices: Iterable[int]) -> int:
+        """Return how many different sets of tensors of these classes there are."""
+        return math.prod(self.counts[index] + 1 for index in indices)
+
+    def spare(self, shard: int) -> int:
+        """Return the elements that all gaps of a buffer of such shards may have together."""
+        return self.world_size * shard - self.numel
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -24,72 +71,118 @@ def encode_runs(class_indices: Iterable[int]) -> Runs:
     return tuple((index, sum(1 for _ in same)) for index, same in groupby(class_indices))
 
 
-def place(position: int, numel: int, block: int, shard: int) -> int:
-    """Return the earliest legal start at or after ``position``, or NOWHERE.
+def free_from(numel: int, block: int) -> int:
+    """Return the shard size from which on a tensor has a legal start at every shard size.
 
-    A start is legal when every shard boundary inside the tensor is a block edge. NOWHERE means
-    that no start is legal at this ``shard`` at all.
+    Below it there is one exactly where ``block`` divides the shard size. A start is legal when
+    every shard boundary inside the tensor is a block edge.
     """
-    inside = position % shard
-    if inside + numel <= shard:
-        return position  # meets no boundary
-    rest = shard - inside
+    half = (numel - block) // (2 * block) + 1  # the least with (2 * half + 1) * block > numel
+    return max(half * block, numel - half * block)
+
+
+def placer(numel: int, block: int, shard: int) -> Callable[[int], int]:
+    """Return the function from a position to the earliest legal start at or after it.
+
+    ``shard`` must be at least ``free_from(numel, block)`` or a multiple of ``block``.
+    """
     residue = shard % block
-    if residue == 0:
-        return round_up(position, block)  # every boundary is a block edge
-    gap = rest % block  # makes the next boundary a block edge
-    if inside + gap + numel <= 2 * shard:
-        return position + gap  # meets exactly one boundary
-    if residue + numel > 2 * shard:
-        return NOWHERE  # two block edges a shard apart need block to divide shard
-    return position + rest + residue  # restart in the next shard
+
+    def place_aligned(position: int) -> int:
+        if position % shard + numel <= shard:
+            return position  # meets no boundary
+        return -(-position // block) * block  # every boundary is a block edge
+
+    def place(position: int) -> int:
+        inside = position % shard
+        if inside + numel <= shard:
+            return position
+        gap = (shard - inside) % block  # makes the next boundary a block edge
+        if inside + gap + numel <= shard + shard:
+            return position + gap  # meets that boundary only
+        # To meet two boundaries would need a block that divides the shard: start in the next one.
+        return position + shard - inside + residue
+
+    return place if residue else place_aligned
 
 
-def pack_in_order(
-    classes: Sequence[Class], runs: Runs, shard: int, world_size: int, total: int
-) -> int:
-    """Return where the last tensor ends when each is placed as early as possible, or NOWHERE.
+def order_fits(group: Group, runs: Runs, shard: int) -> bool:
+    """Return whether the tensors fit in this order.
 
-    For a fixed order this minimises every prefix's end, since the earliest legal start does not
-    decrease with the position: the order fits in ``world_size`` shards exactly when this does.
-    ``total`` is the sum of all sizes; the walk stops once the rest cannot fit.
+    Walks runs, not tensors, wherever equal tensors follow each other without a gap.
     """
-    position, slack = 0, world_size * shard - total
-    placed = 0
+    spare = group.spare(shard)
+    position = placed = 0
     for index, count in runs:
-        numel, block = classes[index]
-        aligned = shard % block == 0
+        numel, block = group.classes[index]
+        place = placer(numel, block, shard)
+        dense = shard % block == 0 and numel % block == 0
         placed += numel * count
         while count:
-            whole = (shard - position % shard) // numel
+            whole = min((shard - position % shard) // numel, count)
             if whole:
-                whole = min(whole, count)
                 position += whole * numel
                 count -= whole
-            elif aligned and numel % block == 0:
-                position = round_up(position, block) + count * numel
+            elif dense:
+                position = place(position) + count * numel
                 count = 0
             else:
-                start = place(position, numel, block, shard)
-                if start < 0:
-                    return NOWHERE
-                position = start + numel
+                position = place(position) + numel
                 count -= 1
-        if position - placed > slack:
-            return NOWHERE
-    return position
+        if position - placed > spare:
+            return False
+    return True
 
 
-def offsets_in_order(classes: Sequence[Class], runs: Runs, shard: int) -> list[list[int]]:
-    """Return, for each class, the starts of its tensors in the order of ``runs``."""
-    starts: list[list[int]] = [[] for _ in classes]
+def starts_in_order(group: Group, runs: Runs, shard: int) -> list[int]:
+    """Return the start of every tensor; those of one class take theirs in the order of input."""
+    starts: list[list[int]] = [[] for _ in group.classes]
     position = 0
     for index, count in runs:
-        numel, block = classes[index]
+        numel, block = group.classes[index]
+        place = placer(numel, block, shard)
         for _ in range(count):
-            start = place(position, numel, block, shard)
-            if start < 0:
-                raise RuntimeError(f"a tensor of {numel} with block {block} cannot lie in {shard}")
-            starts[index].append(start)
-            position = start + numel
-    return starts
+            starts[index].append(place(position))
+            position = starts[index][-1] + numel
+    queues = [iter(of_class) for of_class in starts]
+    return [next(queues[index]) for index in group.members]
+
+
+def pack_greedily(group: Group, shard: int, *, cross_first: bool) -> Runs | None:
+    """Return the order that takes at each place the tensor which suits it, if it fits.
+
+    That is the largest block which fits into the rest of the shard; if none does, the tensor that
+    crosses the boundary with the smallest gap. ``cross_first`` prefers a crossing without gap.
+    """
+    spare = group.spare(shard)
+    left = list(group.counts)
+    waiting = {  # large blocks first
+        index: (group.classes[index][0], placer(*group.classes[index], shard))
+        for index in sorted(range(len(left)), key=lambda i: (-group.classes[i][1], i))
+    }
+    runs: list[tuple[int, int]] = []
+    position = placed = 0
+    while waiting:
+        rest = shard - position % shard
+        fit = next((index for index, (numel, _) in waiting.items() if numel <= rest), None)
+        chosen, gap = fit, 0
+        if fit is None or cross_first:
+            for index, (numel, place) in waiting.items():
+                if numel > rest:
+                    here = place(position) - position
+                    if here == 0:
+                        chosen, gap = index, 0
+                        break
+                    if fit is None and (chosen is None or here < gap):
+                        chosen, gap = index, here
+        numel = waiting[chosen][0]
+        count = min(left[chosen], rest // numel) or 1
+        position += gap + count * numel
+        placed += count * numel
+        if position - placed > spare:
+            return None
+        runs.append((chosen, count))
+        left[chosen] -= count
+        if not left[chosen]:
+            del waiting[chosen]
+    return tuple(runs)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Place tensors in one flat buffer so that no block is split between two ranks.
 
-Every size and offset is in elements, not bytes. The buffer is ``world_size * shard_numel`` long and
-rank ``i`` owns ``[i * shard_numel, (i + 1) * shard_numel)``. The goal, and the three orders that are
-tried first, are those of arXiv:2602.22437 (veScale-FSDP); the search is our own.
+Every size and offset is in elements, not bytes. The buffer is ``world_size * shard_numel`` long;
+rank ``i`` owns ``[i * shard_numel, (i + 1) * shard_numel)``. The goal, and the three orders that
+are tried first, are those of arXiv:2602.22437 (veScale-FSDP); the search is our own.
 """
 
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, repeat
 
 from vescale.fsdp.shard_search import search_layout
 from vescale.fsdp.validate import validate_plan
@@ -87,7 +88,22 @@ class Plan:
 
     def shard_sizes(self, index: int) -> tuple[int, ...]:
         """Return how many elements of tensor ``index`` each rank holds: [world_size]."""
-        return tuple(self.local_range(index, rank)[2] for rank in range(self.world_size))
+        return tuple(chain.from_iterable(repeat(size, n) for size, n in self.shard_runs(index)))
+
+    def shard_runs(self, index: int) -> tuple[tuple[int, int], ...]:
+        """Return ``shard_sizes`` run-length encoded, at most five ``(numel, ranks)``; O(1).
+
+        Only the first and the last rank that hold the tensor may hold less than a whole shard.
+        """
+        numel, shard, start = self.requests[index].numel, self.shard_numel, self.offsets[index]
+        if not numel:
+            return ((0, self.world_size),)
+        first, last = start // shard, (start + numel - 1) // shard
+        runs = [(0, first), (min(numel, (first + 1) * shard - start), 1)]
+        if last > first:
+            runs += [(shard, last - first - 1), (start + numel - last * shard, 1)]
+        runs.append((0, self.world_size - 1 - last))
+        return tuple((size, ranks) for size, ranks in runs if ranks)
 
 
 def plan(requests: Sequence[Request], world_size: int, *, align: int = 1) -> Plan:
