@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documentation that runs: every Python block, marked commands, what they print, every link.
+
+The word after the language says what happens to a fenced block; CONTRIBUTING.md lists them.
+"""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/*.md")],
+    key=lambda page: page.relative_to(ROOT),
+)
+FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+SESSION = re.compile(r"""nox -s ("[^"]+"|'[^']+'|[\w ]+)""")
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page):
+    """Yield (language, words after it, code) of each fenced block, unindented."""
+    for indent, info, body in FENCE.findall(page.read_text()):
+        language, *words = info.split() or [""]
+        yield language, words, re.sub(f"^{indent}", "", body, flags=re.MULTILINE)
+
+
+def run(command, folder):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environ = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    done = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def run_python(code, words, folder):
+    """Do with a Python block what the words after the language say; return what it prints."""
+    match words:
+        case []:
+            (folder / "block.py").write_text(code)
+            return run([sys.executable, "block.py"], folder)
+        case [word] if word.startswith("ranks="):
+            (folder / "block.py").write_text(code)
+            nproc = f"--nproc-per-node={int(word.removeprefix('ranks='))}"
+            return run([*TORCHRUN, nproc, "block.py"], folder)
+        case [word] if word.startswith("file="):
+            compile(code, word, "exec")
+            (folder / word.removeprefix("file=")).write_text(code)
+        case ["fragment"]:
+            tree = ast.parse(code)
+            imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+            run([sys.executable, "-c", "\n".join(map(ast.unparse, imports))], ROOT)
+        case ["before"]:  # what to change from: shown, and only read here
+            ast.parse(code)
+        case _:
+            raise AssertionError(f"```python {' '.join(words)}: see CONTRIBUTING.md")
+    return ""
+
+
+def shape(line):
+    """Return a line of output without what differs from machine to machine: its numbers."""
+    return re.sub(r"\s+", " ", re.sub(r"[\d,]*\d(\.\d+)?(e[+-]\d+)?", "#", line)).strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_run_in_order(page, tmp_path):
+    printed = ""
+    for language, words, code in blocks(page):
+        if language == "python":
+            printed = run_python(code, words, tmp_path)
+        elif language == "bash" and words == ["run"]:
+            printed = run(["bash", "-euo", "pipefail", "-c", code], tmp_path)
+        elif (language, words) == ("text", ["output"]):
+            known = {shape(line) for line in printed.splitlines()}
+            missing = [line for line in code.splitlines() if shape(line) not in known]
+            assert not missing, f"{page.name} shows lines that the block above no longer prints"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    text = FENCE.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"https?:", target):
+            path, _, anchor = target.partition("#")
+            found = page.parent / path if path else page
+            assert found.exists(), f"{target} leads nowhere"
+            if anchor:
+                heads = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+                slugs = [
+                    re.sub(r"[^\w\- ]", "", h).strip().lower().replace(" ", "-") for h in heads
+                ]
+                assert anchor in slugs, f"{target}: no such heading among {slugs}"
+
+
+def test_commands_name_sessions_that_exist():
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    sessions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    named = {
+        (name_of(page), word.partition("(")[0])
+        for page in PAGES
+        for words in SESSION.findall(page.read_text())
+        for word in ([words.strip("\"'")] if "(" in words else words.split()[:1])
+    }
+    assert ("README.md", "tests") in named
+    assert not {(page, name) for page, name in named if name not in sessions}
+
+
+def test_the_readme_opens_with_two_commands():
+    commands = [code for language, _, code in blocks(ROOT / "README.md") if language == "bash"]
+    assert commands[:2] == ["pip install nox\nnox -s demo\n", "pip install nox\nnox -s tests\n"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [p for p in sorted(ROOT.glob("docs/pictures/*.py")) if p.stem != "style"],
+    ids=lambda script: script.stem,
+)
+def test_pictures_are_drawn_anew(script, tmp_path):
+    run([sys.executable, script, tmp_path], ROOT)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"{script.stem.replace('_', '-')}.{kind}" for kind in ("png", "svg")]
+    for name in names:
+        assert (script.parent / name).exists(), f"commit {name} as {script.name} draws it"
