@@ -9,9 +9,11 @@ from typing import NoReturn
 
 from lm.errors import BadInputError
 from lm.model import SIZES
-from vescale.fsdp.granularity import parse_granularity
+from vescale.fsdp.granularity import FORMS, parse_granularity
 
 LEARNING_RATES = {"muon": 0.01, "adamw": 0.003}
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,59 +66,48 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train_lm.py",
         description="Train a byte-level language model with sharded parameters.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    count, number = _positive(int), _positive(float)
+    count, number, default = _positive(int), _positive(float), "(default: %(default)s)"
+
     model = parser.add_argument_group("model and text")
-    model.add_argument("--model-size", choices=SIZES, default="small", help="size of the decoder")
-    model.add_argument("--untied", action="store_true", help="head with weights of its own")
-    model.add_argument("--data", metavar="PATH", help="text file or folder; default: Python's")
-    model.add_argument("--seq-len", type=count, default=256, metavar="N", help="bytes in a window")
-    model.add_argument("--seed", type=_seed, default=0, metavar="N", help="of weights and batches")
+    add = model.add_argument
+    add("--model-size", choices=SIZES, default="small", help=f"size of the decoder {default}")
+    add("--untied", action="store_true", help="give the head weights of its own")
+    add("--data", metavar="PATH", help="text file or folder (default: Python's own library)")
+    add("--seq-len", type=count, default=256, metavar="N", help=f"bytes in a window {default}")
+    add("--seed", type=_seed, default=0, metavar="N", help=f"of weights and batches {default}")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=count, default=200, metavar="N", help="in total")
-    training.add_argument(
-        "--batch-size", type=count, default=4, metavar="N", help="windows per rank and step"
-    )
-    training.add_argument("--optimizer", choices=LEARNING_RATES, default="muon", help="see README")
-    training.add_argument(
-        "--lr", type=number, metavar="X", help=f"peak; default: by optimizer, {LEARNING_RATES}"
-    )
-    training.add_argument(
-        "--compare", action="store_true", help="train on one process too, and compare the losses"
-    )
-    training.add_argument(
-        "--tolerance", type=number, metavar="X", help="largest relative difference --compare allows"
-    )
+    add = training.add_argument
+    add("--steps", type=count, default=200, metavar="N", help=f"in total {default}")
+    add("--batch-size", type=count, default=4, metavar="N", help=f"windows per rank {default}")
+    add("--optimizer", choices=LEARNING_RATES, default="muon", help=default)
+    rates = ", ".join(f"{rate} for {name}" for name, rate in LEARNING_RATES.items())
+    add("--lr", type=number, metavar="X", help=f"highest learning rate (default: {rates})")
+    add("--compare", action="store_true", help="train in one process too; compare the losses")
+    add("--tolerance", type=number, metavar="X", help="relative difference --compare allows")
 
     sharding = parser.add_argument_group("ranks and sharding")
-    sharding.add_argument("--nproc", type=count, metavar="N", help="start N ranks; for no torchrun")
-    sharding.add_argument(
-        "--granularity", type=_granularity, default="rows:1", help="where a matrix may be cut"
-    )
-    sharding.add_argument(
-        "--param-dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in"
-    )
-    sharding.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="type")
-    sharding.add_argument(
-        "--threads", type=count, metavar="N", help="per rank; default: cores by ranks"
-    )
+    add = sharding.add_argument
+    add("--nproc", type=count, metavar="N", help="start N ranks here; not needed with torchrun")
+    add("--granularity", type=_granularity, default="rows:1", help=f"{FORMS} {default}")
+    add("--param-dtype", choices=DTYPES, default="float32", help=f"to compute in {default}")
+    add("--device", choices=DEVICES, default="auto", help=f"GPUs if there are enough {default}")
+    add("--threads", type=count, metavar="N", help="of a rank on CPU (default: cores / ranks)")
 
     files = parser.add_argument_group("files")
-    files.add_argument("--output-dir", default="runs/train_lm", metavar="PATH", help="of results")
-    files.add_argument("--checkpoint-dir", metavar="PATH", help="save here at the end")
-    files.add_argument("--checkpoint-every", type=count, metavar="N", help="and also every N steps")
-    files.add_argument(
+    add = files.add_argument
+    add("--output-dir", default="runs/train_lm", metavar="PATH", help=f"for results {default}")
+    add("--checkpoint-dir", metavar="PATH", help="save there at the end, and when stopped")
+    add("--checkpoint-every", type=count, metavar="N", help="and every N steps")
+    add(
         "--no-reload-check",
         dest="reload_check",
         action="store_false",
-        help="do not read the last checkpoint back to compare it",
+        help="do not read the last checkpoint back to see whether it gives the same loss",
     )
-    files.add_argument(
-        "--resume", metavar="PATH", help="go on from a checkpoint; auto: the newest, if any"
-    )
+    add("--resume", metavar="PATH", help="go on from this checkpoint; auto: the newest, if any")
     return parser
 
 
