@@ -29,6 +29,7 @@ FORBIDDEN = {
 PURE = (
     f"{FSDP}/planner.py",
     f"{FSDP}/packing.py",
+    f"{FSDP}/packing_exact.py",
     f"{FSDP}/shard_search.py",
     f"{FSDP}/validate.py",
     f"{FSDP}/granularity.py",
