@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fully sharded data parallel with torch's ``fully_shard`` API, on RaggedShard parameters."""
 
+import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 from vescale.fsdp.fully_shard import fully_shard
 from vescale.fsdp.granularity import (
     Block,
