@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,3 +217,11 @@ def test_progress_is_told_in_a_few_lines_where_there_is_no_terminal(capsys):
     with progress("training", 0, 10, CPU, show=False) as report:
         report(1, 2.5, None)
     assert capsys.readouterr().out == ""
+
+
+def test_the_commands_of_the_readme_are_understood():
+    text = (Path(__file__).parents[1] / "examples/README.md").read_text()
+    commands = re.findall(r"^(?:python|torchrun .*) examples/train_lm\.py(.*)$", text, re.MULTILINE)
+    assert len(commands) >= 8
+    for options in commands:
+        parse_config(options.split())

@@ -64,22 +64,19 @@ def _bar(title: str, first: int, steps: int, device: torch.device) -> Iterator[R
         MofNCompleteColumn,
         Progress,
         TextColumn,
-        TimeElapsedColumn,
         TimeRemainingColumn,
     )
 
     columns = (
         TextColumn("[bold]{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("loss [bold cyan]{task.fields[loss]}[/]"),
         TextColumn("{task.fields[rate]}"),
         TextColumn("{task.fields[memory]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns, expand=True) as bar:
         task = bar.add_task(
             title, total=steps, completed=first, loss="...", rate="", memory="", start=True
         )
