@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vescale.dtensor import distribute_tensor
+from vescale.fsdp.copying import copy_wrapped
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.saved_tensors import saved_tensor_watch
@@ -104,6 +105,17 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     # --- what nn.Module does with parameters ------------------------------------------------
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        """Return an independent copy, sharded alike; gradients not yet reduced are not copied."""
+        return copy_wrapped(self, UNIT, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: its parameters live on several ranks. Save "
+            "model.state_dict() with torch.distributed.checkpoint, and load it into a model that "
+            "is built and wrapped anew."
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state dict with sharded parameters, as DTensors, without communication."""

@@ -6,6 +6,7 @@ DTensor whose local data is a view of the buffer's shard; optimizers and checkpo
 gathered one is a plain ``nn.Parameter``, a view of the full buffer; the module computes with it.
 """
 
+import copy
 import enum
 import weakref
 from collections.abc import Callable
@@ -51,11 +52,15 @@ class ParamGroup:
         self.dtype = first.dtype
         self.param_dtype = compute_dtype(self.dtype, policy)
         self.reduce_dtype = policy.reduce_dtype or self.param_dtype
-        self.state = State.SHARDED
         self.lent = False  # whether another unit's module uses one of the parameters
+        self.plan = plan_of(managed, mesh.size(), self.narrowest_dtype())
+        self._clear()
+
+    def _clear(self) -> None:
+        """Begin with nothing gathered, nothing reduced, and no memory."""
+        self.state = State.SHARDED
         self.holders: set[int] = set()
         self.weights: DBuffer | None = None
-        self.plan = plan_of(managed, mesh.size(), self.narrowest_dtype())
         self._gradients: GradientBuffer | None = None
         self._reducing: set[int] | None = None
         self._reduced: tuple[weakref.ref, list[weakref.ref]] | None = None
@@ -63,6 +68,23 @@ class ParamGroup:
         self._expected = 0  # how many parameters require a gradient
         self._arrived: set[int] = set()  # whose gradient came since the last reduction or backward
         self._listener: tuple[weakref.WeakMethod, weakref.WeakMethod] | None = None
+
+    def twin(self, managed: list[Managed]) -> "ParamGroup":
+        """Return a group for copies of the parameters, laid out alike in memory of its own.
+
+        ``managed`` are the copies, sharded alike; they become views of the new buffer, which
+        takes their values. Gradients that wait for a reduction are not copied.
+        """
+        fresh = copy.copy(self)
+        fresh._clear()
+        fresh.managed = managed
+        fresh.weights = fresh._new_weights(self.weights.device, self.dtype)
+        fresh.weights.allocate_shard()
+        if not self.weights.shard.is_meta:
+            fresh.weights.shard.copy_(self.weights.shard)
+        for index, item in enumerate(managed):
+            set_local(item.sharded, fresh.weights.shard_view(index))
+        return fresh
 
     def listen(self, on_use: Callable[[], None], on_gradient: Callable[[], None]) -> None:
         """Call these bound methods, held weakly, when backward needs the full parameters, and
