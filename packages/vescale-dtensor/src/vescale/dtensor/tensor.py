@@ -5,6 +5,7 @@ The local tensor of a ragged DTensor is flat, ``[numel of this rank]``, and may 
 larger buffer. Its global shape, strides and dtype are stored, never guessed from the local part.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -71,6 +72,26 @@ class DTensor(TorchDTensor):
         # What a spec caches is derived, and no safe global of torch.load.
         spec = without_caches(self._spec)
         return self.__dict__, {"_local_tensor": self._local_tensor, "_spec": spec}
+
+    def __deepcopy__(self, memo: dict) -> "DTensor":
+        # torch's own looks for a storage, and finds none behind a view of a buffer.
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only a DTensor made by the user can be deep-copied, not the result of an "
+                "operation that autograd recorded; detach() it first."
+            )
+        with torch.no_grad():
+            out = wrap(
+                type(self),
+                self._local_tensor.clone(),
+                self._spec,
+                requires_grad=self.requires_grad,
+            )
+        memo[id(self)] = out
+        if self.grad is not None:
+            out.grad = copy.deepcopy(self.grad, memo)
+        out.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return out
 
     @staticmethod
     def from_local(
