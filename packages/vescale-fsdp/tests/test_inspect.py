@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts as tables and pictures, from plans alone: no ranks, no wrapped model."""
+"""Layouts as tables and pictures: from plans alone, but for one test on ranks."""
 
 import builtins
 import io
@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from vescale.fsdp import inspect
+from testing.ranks import DEVICE
+from vescale.fsdp import MixedPrecisionPolicy, Rows, fully_shard, inspect
 from vescale.fsdp.planner import Plan, Request, plan
 
 BLOCK = {"norm.weight": (64,), "up.weight": (96, 64), "down.weight": (64, 96)}
@@ -163,3 +165,41 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ImportError, match=r'pip install "vescale-fsdp\[plot\]"'):
         inspect.plot(make_layout(2), tmp_path / "layout.png")
+
+
+def check_layout_of_a_wrapped_model(rank, world_size):
+    model = nn.Sequential(*(nn.Linear(24, 40) for _ in range(2)), nn.Linear(40, 6)).to(DEVICE)
+    model[2].bias.requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model[:2]:
+        fully_shard(layer, granularity=Rows(8), mp_policy=policy)
+    fully_shard(model)
+    local = {name: p.to_local().numel() for name, p in model.named_parameters()}
+
+    layout = inspect.layout(model)
+    held = {}
+    for group in layout.groups:
+        for tensor in group.tensors:
+            fqn = f"{group.unit}.{tensor.name}".lstrip(".")
+            held[fqn] = tensor.shard_sizes[rank]
+            parameter = model.get_parameter(fqn)
+            assert tensor.shape == tuple(parameter.shape)
+            assert group.trainable == parameter.requires_grad
+            assert group.plan.world_size == world_size
+        assert group.param_dtype == (torch.bfloat16 if group.unit else torch.float32)
+    assert held == local
+    assert layout.numel == sum(p.numel() for p in model.parameters())
+    assert "0 to 1 (2 alike): float32 gathered as bfloat16" in str(layout)
+    assert "frozen" in str(layout)
+
+    model[0].unshard()
+    assert inspect.layout(model) == layout
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_wrapped_model_holds_what_its_layout_says(run_ranks, world_size):
+    run_ranks(check_layout_of_a_wrapped_model, world_size)
+
+
+def test_a_model_that_is_not_wrapped_has_an_empty_layout():
+    assert inspect.layout(nn.Linear(2, 2)).groups == ()
