@@ -94,7 +94,7 @@ class Block(Granularity):
         return tuple(range(self.leading))
 
     def block_numel(self, shape: Sequence[int], *, fqn: str = "") -> int:
-        return self.n * self.unit_numel(shape, fqn=fqn)
+        return self.n * self.unit_numel(shape, fqn=fqn) if shape else 1
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Block):
