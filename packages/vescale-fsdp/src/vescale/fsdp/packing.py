@@ -9,6 +9,7 @@ position it is looked for from. All sizes are in elements.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,8 @@ class Group:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """How many tensors each class has."""
-        return tuple(map(self.members.count, range(len(self.classes))))
+        tally = Counter(self.members)
+        return tuple(tally[index] for index in range(len(self.classes)))
 
     @cached_property
     def numel(self) -> int:

@@ -15,7 +15,7 @@ class FreePacker:
     """Interleave the classes ``free`` in the best way, behind all other tensors.
 
     With all classes free, a call returns an order whenever there is one: O(states * classes). With
-    the two largest it is for layers of hundreds of single experts, which are of two or three kinds.
+    two classes it is for layers of hundreds of single experts, which are of two or three kinds.
     Once ``effort`` sets of tensors were visited in total, calls return None at once.
     """
 
@@ -71,8 +71,8 @@ class FreePacker:
         return encode_runs(reversed(order))
 
 
-def two_largest_classes(group: Group) -> tuple[int, ...]:
-    """Return the two classes with the most elements, of those whose blocks matter.
+def largest_classes(group: Group, count: int) -> tuple[int, ...]:
+    """Return the ``count`` classes with the most elements, those first whose blocks matter.
 
     Blocks that divide the alignment of the shards are cut by none of their boundaries.
     """
@@ -81,7 +81,7 @@ def two_largest_classes(group: Group) -> tuple[int, ...]:
         numel, block = group.classes[index]
         return numel * group.counts[index] if group.align % block else 0
 
-    return tuple(sorted(range(len(group.classes)), key=lambda i: (-size(i), i))[:2])
+    return tuple(sorted(range(len(group.classes)), key=lambda i: (-size(i), i))[:count])
 
 
 def _end_of_runs(group: Group, runs: Runs, shard: int) -> tuple[int, int]:

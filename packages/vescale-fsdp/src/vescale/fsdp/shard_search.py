@@ -23,12 +23,13 @@ from vescale.fsdp.packing import (
     round_up,
     starts_in_order,
 )
-from vescale.fsdp.packing_exact import FreePacker, two_largest_classes
+from vescale.fsdp.packing_exact import FreePacker, largest_classes
 
 Packer = Callable[[Group, int], Runs | None]
 Found = tuple[int, Runs]  # a shard size, and an order that fits
 
 ALL_SIZES = 128  # with at most so many multiples of the alignment to try, each is tried
+MOST_CLASSES = 20  # classes whose blocks decide which sizes are tried
 GREEDY_STEPS = 50_000  # tensors times classes up to which the greedy packers run
 EXACT_STATES = 10_000  # sets of tensors up to which all classes are interleaved, not two
 PAIR_STATES = 400_000  # sets of tensors up to which two classes are interleaved
@@ -74,7 +75,7 @@ def _packers(group: Group, orders: Iterable[Runs]) -> Iterator[Packer]:
 
 
 def _interleave_two(group: Group, low: int, found: Found) -> Found:
-    pair = two_largest_classes(group)
+    pair = largest_classes(group, 2)
     if len(group.classes) < 3 or group.states(pair) > PAIR_STATES:
         return found
     # Only at these sizes do the boundaries meet few different places in the blocks of both.
@@ -184,17 +185,17 @@ def _sample(group: Group, packer: Packer, failed: int, found: Found) -> Found:
 def _bases(group: Group, low: int) -> set[int]:
     """Return the numbers whose multiples are worth trying as shard sizes.
 
-    Those are the blocks; and for the largest blocks of tensors that must meet a boundary, the least
-    common multiple and the greatest common divisor of each subset, so that the boundaries meet few
-    different places in a block.
+    Those are the blocks of the largest classes; and for the largest blocks of tensors that must
+    meet a boundary, the least common multiple and the greatest common divisor of each subset, so
+    that the boundaries meet few different places in a block.
     """
-    blocks = [block for _, block in group.classes]
-    large = sorted({block for numel, block in group.classes if numel > low}, reverse=True)[:4]
-    bases = {*blocks, math.lcm(*blocks)}
-    for count in range(2, len(large) + 1):
-        for some in combinations(large, count):
+    classes = [group.classes[index] for index in largest_classes(group, MOST_CLASSES)]
+    blocks = [block for _, block in classes]
+    long = sorted({block for numel, block in classes if numel > low}, reverse=True)[:4]
+    bases = {*blocks, math.lcm(*blocks), math.gcd(*blocks[:2])}
+    for count in range(2, len(long) + 1):
+        for some in combinations(long, count):
             bases |= {math.lcm(*some), math.gcd(*some)}
-    bases.add(math.gcd(*(blocks[index] for index in two_largest_classes(group))))
     return {math.lcm(group.align, base) for base in bases}
 
 

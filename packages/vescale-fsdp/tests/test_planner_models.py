@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner on the shapes of published models: targets of padding, and bounds by each order."""
+
+import pytest
+from benchmarks.planner import (
+    ELEMENT_WISE,
+    FEED_FORWARD,
+    LAYER_WORLDS,
+    WHOLE_MODEL,
+    WORLDS,
+    models,
+    one_layer,
+    requests,
+    units,
+    whole_model,
+)
+
+from vescale.fsdp.packing import Group, order_fits
+from vescale.fsdp.planner import plan
+from vescale.fsdp.shard_search import common_multiple, improve, lower_bound, three_orders
+
+
+@pytest.mark.parametrize(("model", "rows"), WHOLE_MODEL)
+def test_whole_models_meet_the_targets_of_the_single_buffer(model, rows):
+    for world_size, target in zip(WORLDS, WHOLE_MODEL[model, rows], strict=True):
+        padding, bound, _ = whole_model(model, rows, world_size)
+        assert bound <= padding
+        assert round(padding, 2) <= target, f"{world_size} ranks"
+
+
+@pytest.mark.parametrize(("model", "rows"), FEED_FORWARD)
+def test_layers_with_blocks_on_experts_only_meet_the_targets(model, rows):
+    padding, _, _ = one_layer(model, rows, LAYER_WORLDS)
+    assert padding <= FEED_FORWARD[model, rows] + 0.001
+
+
+@pytest.mark.parametrize("model", models())
+def test_cuts_at_any_element_cost_next_to_nothing(model):
+    padding, _, _ = one_layer(model, 0, (*LAYER_WORLDS, 10240))
+    assert padding <= ELEMENT_WISE
+
+
+@pytest.mark.parametrize("world_size", [6, 64, 1024])
+@pytest.mark.parametrize("model", models())
+def test_no_order_alone_is_better(model, world_size):
+    for unit in units(model):
+        tensors = requests(unit, 128, only="mlp")
+        shard = plan(tensors, world_size, align=8).shard_numel
+        sizes = [(tensor.numel, min(tensor.block, tensor.numel)) for tensor in tensors]
+        group = Group.of(sizes, world_size, 8)
+        for runs in three_orders(group):
+
+            def keep(group, shard, runs=runs):
+                return runs if order_fits(group, runs, shard) else None
+
+            known = common_multiple(group, runs)
+            assert shard <= improve(group, keep, lower_bound(group), known)[0]
+
+
+def test_an_odd_number_of_ranks_costs_no_more_than_alignment():
+    layer = next(unit for unit in units("llama3-8b") if unit.name == "layer")
+    for world_size in (3, 5, 7, 11, 13):
+        p = plan(requests(layer, 1), world_size, align=8)
+        assert p.shard_numel % 8 == 0
+        assert p.padding < 0.05
+
+
+def test_experts_of_one_model_hold_more_elements_than_32_bits_count():
+    layer = next(unit for unit in units("deepseek-v3-671b-fused") if unit.name == "layer")
+    assert plan(requests(layer, 128), 64, align=8).buffer_numel > 2**33
