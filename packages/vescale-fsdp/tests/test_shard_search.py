@@ -186,6 +186,24 @@ def test_sampling_finer_sizes_is_never_worse_than_all_coarse_ones():
         assert search_layout(fine, group.world_size, group.align)[1] <= 100 * shard
 
 
+@pytest.mark.parametrize(
+    ("more", "world_size", "best"), [([], 330, 2350), ([(3000, 1)], 330, 2350), ([], 390, 2000)]
+)
+def test_hundreds_of_tensors_of_two_kinds_are_interleaved(more, world_size, best):
+    # The shapes of single experts in one layer. No fixed order gets as low.
+    group = Group.of([(2800, 175), (2800, 175), (2800, 50)] * 90 + more, world_size, 1)
+    fixed = common_multiple(group, three_orders(group)[0])
+    for order in three_orders(group):
+
+        def keep_order(group, shard, order=order):
+            return order if order_fits(group, order, shard) else None
+
+        fixed = improve(group, keep_order, lower_bound(group), fixed)
+    shard, runs = smallest_shard(group)
+    assert shard <= best < fixed[0]
+    assert order_fits(group, runs, shard)
+
+
 def test_many_different_tensors_are_planned_in_bounded_effort():
     generator = random.Random(3)
     sizes = [(generator.randint(1, 10**7), 1 + generator.randint(0, 10**4)) for _ in range(1500)]

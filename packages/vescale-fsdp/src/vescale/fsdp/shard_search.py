@@ -76,8 +76,8 @@ def _packers(group: Group, orders: Iterable[Runs]) -> Iterator[Packer]:
 
 def _interleave_two(group: Group, low: int, found: Found) -> Found:
     pair = largest_classes(group, 2)
-    if len(group.classes) < 3 or group.states(pair) > PAIR_STATES:
-        return found
+    if group.states(range(len(group.classes))) <= EXACT_STATES or group.states(pair) > PAIR_STATES:
+        return found  # all classes were interleaved, or two are too many
     # Only at these sizes do the boundaries meet few different places in the blocks of both.
     base = math.lcm(group.align, math.gcd(*(group.classes[index][1] for index in pair)))
     shards = _multiples(group, base, low, found[0], dense=24)
