@@ -27,8 +27,8 @@ def distribute_tensor(
 
     Only the values of ``src_data_rank`` count, a rank of each mesh axis: one collective per axis
     sends every rank its part. ``src_data_rank=None`` takes each rank's own values and does not
-    communicate. The result does not share memory with ``tensor``; it is a leaf with its
-    ``requires_grad``, and an ``nn.Parameter`` stays none.
+    communicate. The result is a leaf with the ``requires_grad`` of ``tensor``. A ragged one does
+    not share its memory; with Replicate it may, as in torch.
 
     Raises ValueError when the placements do not fit the mesh or the shape.
     """

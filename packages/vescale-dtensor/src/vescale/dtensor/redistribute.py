@@ -65,6 +65,8 @@ def _from_ragged(local: torch.Tensor, spec: DTensorSpec, target_spec: DTensorSpe
     if replace(target, axis, spec.placements[axis]) == spec.placements:  # only this axis changes
         if isinstance(target[axis], RaggedShard):
             new = layout_of(target_spec)
+            if new.split_numels == layout.split_numels:  # other names for the same ranges
+                return local
             counts = exchange_counts(layout.split_numels, new.split_numels, rank)
             return comm.exchange(local, *counts, group)
         if isinstance(target[axis], Shard) and _is_last_cut(target, axis, target[axis]):

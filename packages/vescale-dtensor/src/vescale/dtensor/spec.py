@@ -80,8 +80,9 @@ def layout_of(spec: DTensorSpec) -> Layout | None:
     try:
         return spec._vescale_layout
     except AttributeError:
-        layout = spec.__dict__[LAYOUT] = _layout(spec.mesh, spec.placements, spec.tensor_meta.shape)
-        return layout
+        pass
+    layout = spec.__dict__[LAYOUT] = _layout(spec.mesh, spec.placements, spec.tensor_meta.shape)
+    return layout
 
 
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

@@ -12,7 +12,7 @@ from vescale.dtensor._torch_compat import (
     wrap,
 )
 from vescale.dtensor.layout import Layout
-from vescale.dtensor.spec import base_placements, layout_of, spec_with_dtype
+from vescale.dtensor.spec import base_placements, layout_of, make_spec, spec_with_dtype
 
 
 def unsupported(func, reason: str, *tensors: object) -> NoReturn:
@@ -111,6 +111,26 @@ def slice_of(func, whole: torch.Tensor, ref: TorchDTensor) -> torch.Tensor:
     last = -(-layout.end // row_numel) if row_numel else 0
     flat = block[first:last].reshape(-1)
     return flat[layout.start - first * row_numel : layout.end - first * row_numel]
+
+
+def result_like(func, args, ref: TorchDTensor) -> TorchDTensor:
+    """Return a stand-in for the result of operands of several shapes: only its spec counts.
+
+    Inside whole rows an operand may be repeated, ``ref`` too; the rows are never.
+    """
+    spec, k = ref._spec, len(layout_of(ref._spec).placement.dims)
+    shape = torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, torch.Tensor)))
+    if shape == ref.shape:
+        return ref
+    grown = [dim for dim in range(ref.ndim) if shape[dim - ref.ndim] != ref.shape[dim]]
+    if len(shape) != ref.ndim or not k or grown[0] < k or _shards(spec, grown):
+        unsupported(func, f"shape {tuple(ref.shape)} would be repeated to {tuple(shape)}", ref)
+    wide = make_spec(spec.mesh, spec.placements, shape, spec.tensor_meta.dtype)
+    return wrap(type(ref), ref._local_tensor, wide, requires_grad=False)
+
+
+def _shards(spec, dims) -> bool:
+    return any(placement.is_shard() and placement.dim in dims for placement in spec.placements)
 
 
 def rewrap(out: torch.Tensor, ref: TorchDTensor) -> TorchDTensor:

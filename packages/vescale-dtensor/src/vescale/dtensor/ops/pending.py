@@ -39,9 +39,9 @@ def check_pending(func, args, ref) -> None:
         for placement in ref._spec.placements
         if placement.is_partial()
     )
-    others = [a for a in args if a is not ref]
+    others = args[1:]
     if linear and func in _ADDING:
-        if all(isinstance(a, TorchDTensor) and a.placements == ref.placements for a in others):
+        if all(isinstance(a, TorchDTensor) and a.placements == ref.placements for a in args):
             return
     elif linear and func in _SCALING and args[0] is ref:
         if not any(isinstance(a, TorchDTensor) or getattr(a, "ndim", 0) for a in others):

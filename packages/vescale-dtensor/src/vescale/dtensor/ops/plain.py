@@ -21,7 +21,8 @@ def plain(cls, func, args, kwargs):
     """
     enough = _local_is_enough.get(func)
     if enough is None:
-        enough = _local_is_enough[func] = _judge(func)
+        enough = _judge(func)
+        _local_is_enough[func] = enough
     if enough:
         found = []
         if _collect_replicated(args, found) and _collect_replicated(kwargs.values(), found):
@@ -30,11 +31,11 @@ def plain(cls, func, args, kwargs):
 
 
 def _judge(func) -> bool:
-    tags = func.tags
+    if torch.Tag.inplace_view in func.tags:  # the shape of our wrapper could not follow
+        raise NotImplementedError(f"{func} changes a shape in place; use the out-of-place form.")
     return (
         func.namespace == "aten"
-        and torch.Tag.nondeterministic_seeded not in tags  # torch keeps replicas in step itself
-        and torch.Tag.inplace_view not in tags  # the shape of the wrapper would have to follow
+        and torch.Tag.nondeterministic_seeded not in func.tags  # torch keeps replicas in step
         and not any(argument.is_out for argument in func._schema.arguments)
     )
 

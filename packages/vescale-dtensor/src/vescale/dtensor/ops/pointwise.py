@@ -4,7 +4,13 @@
 import torch
 
 from vescale.dtensor._torch_compat import TorchDTensor, wrap
-from vescale.dtensor.ops.operands import local_operand, rewrap, same_layout, unsupported
+from vescale.dtensor.ops.operands import (
+    local_operand,
+    result_like,
+    rewrap,
+    same_layout,
+    unsupported,
+)
 from vescale.dtensor.redistribute import redistribute_local
 from vescale.dtensor.spec import layout_of, replicated_spec
 
@@ -40,10 +46,17 @@ LIKE_POINTWISE = {
 
 
 def pointwise(func, args, kwargs, ref):
-    """Run ``func`` on the local parts; the result is laid out like the largest operand."""
-    for a in args:  # (rows, 1) against (rows, columns)
-        if a is not ref and isinstance(a, TorchDTensor) and a._spec is not ref._spec:
-            ref = a if layout_of(a._spec) is not None and a.numel() > ref.numel() else ref
+    """Run ``func`` on the local parts; the result is laid out like ``ref``."""
+    spec = ref._spec
+    for a in args:
+        if (
+            isinstance(a, torch.Tensor)
+            and getattr(a, "_spec", None) is not spec
+            and a.ndim > 0
+            and a.shape != ref.shape
+        ):
+            ref = result_like(func, args, ref)
+            break
     out = func(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
     if isinstance(out, torch.Tensor):
         return rewrap(out, ref)

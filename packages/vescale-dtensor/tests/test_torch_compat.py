@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each private name of torch does what _torch_compat says of it, on the installed version."""
+
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import implicit_replication
+
+from testing.ranks import DEVICE
+from vescale.dtensor import DTensor, RaggedShard, _torch_compat, zeros
+from vescale.dtensor.spec import make_spec
+
+
+def test_wrap_fills_the_slots_and_skips_init(fake_group):
+    fake_group(2)
+    mesh = init_device_mesh(DEVICE, (2,))
+    local = torch.ones(3, device=DEVICE, dtype=torch.bfloat16)
+    spec = make_spec(mesh, [RaggedShard((0,), (1, 1))], (4, 6), torch.bfloat16)
+    x = _torch_compat.wrap(DTensor, local, spec, requires_grad=True)  # 3 elements: no check
+    assert type(x) is DTensor
+    assert x._local_tensor is local
+    assert x._spec is spec
+    assert (x.shape, x.stride(), x.dtype, x.device) == ((4, 6), (6, 1), local.dtype, local.device)
+    assert x.requires_grad
+
+
+def test_spec_with_meta_equals_a_constructed_spec(fake_group):
+    fake_group(2)
+    mesh = init_device_mesh(DEVICE, (2,))
+    for placements in ([Shard(0)], [RaggedShard((0,), (1, 1))], [Replicate()]):
+        spec = make_spec(mesh, placements, (4, 6), torch.float32)
+        hash(spec)
+        other = make_spec(mesh, placements, (2, 3), torch.bfloat16)
+        found = _torch_compat.spec_with_meta(
+            spec, torch.Size((2, 3)), other.tensor_meta.stride, torch.bfloat16
+        )
+        assert type(found) is _torch_compat.DTensorSpec
+        assert found == other
+        assert hash(found) == hash(other)
+        assert found != spec
+        assert found.shard_order == other.shard_order
+
+
+def test_current_mesh_is_that_of_the_with_block(fake_group):
+    fake_group(2)
+    mesh = init_device_mesh(DEVICE, (2,))
+    with mesh:
+        assert _torch_compat.current_mesh() is mesh
+    with pytest.raises(RuntimeError, match="mesh"):
+        _torch_compat.current_mesh()
+
+
+def test_implicit_replication_is_seen():
+    assert _torch_compat.implicit_replication_enabled() is False
+    with implicit_replication():
+        assert _torch_compat.implicit_replication_enabled() is True
+
+
+def test_foreach_is_chosen_for_our_class_and_set_once():
+    for types in (_torch_compat._optimizer_types, _torch_compat._clip_types):
+        assert types.count(DTensor) == 1
+    _torch_compat.enable_foreach(DTensor)
+    assert _torch_compat._clip_types.count(DTensor) == 1
+
+
+def test_collectives_have_their_new_names_where_torch_renamed_them():
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        assert getattr(_torch_compat, name) is getattr(dist, name, getattr(_torch_compat, name))
+
+
+def test_operators_reach_our_dispatch(fake_group):
+    fake_group(2)
+    mesh = init_device_mesh(DEVICE, (2,))
+    x = zeros(4, device_mesh=mesh, placements=[RaggedShard((0,), (1, 1))])
+    assert type(x + 1) is DTensor
+    with pytest.raises(NotImplementedError, match="redistribute"):
+        x.cumsum(0)
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert (_torch_compat.enable_subclass_dispatch(DTensor) is None) == (version >= (2, 12))
+
+
+def test_replace_tensor_impl_keeps_the_object_and_its_hooks():
+    a, b = torch.zeros(2, device="meta", requires_grad=True), torch.ones(3, requires_grad=True)
+    weak, calls = weakref.ref(a), []
+    a.register_hook(lambda grad: calls.append("hook"))
+    a.register_post_accumulate_grad_hook(lambda p: calls.append(p is a))
+    _torch_compat.replace_tensor_impl(a, b)
+    assert weak() is a
+    assert a.device.type == "cpu"
+    assert torch.equal(a, torch.ones(3))
+    a.sum().backward()
+    assert calls == ["hook", True]
+
+
+def test_importing_prints_nothing_and_needs_no_process_group():
+    code = "import warnings; warnings.simplefilter('error'); import vescale.dtensor"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
