@@ -26,7 +26,10 @@ import torch
 import torch.distributed as dist
 
 # Import these once, in the fork server, so that a rank starts by forking, not importing.
-multiprocessing.set_forkserver_preload(["pytest", "torch.testing", "torch.distributed.tensor"])
+# A name that cannot be imported there is left to the rank.
+multiprocessing.set_forkserver_preload(
+    ["pytest", "torch.testing", "torch.distributed.checkpoint", "vescale.fsdp.optim"]
+)
 
 # One place decides what every check runs on.
 DEVICE = os.environ.get("VESCALE_TEST_DEVICE", "cpu")
