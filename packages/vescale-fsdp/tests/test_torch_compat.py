@@ -26,6 +26,16 @@ def test_current_backward_is_told_inside_of_hooks_only():
     assert compat.current_backward() == -1
 
 
+def test_will_execute_tells_what_a_backward_will_reach():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    used, unused = x.view_as(x), x.view_as(x)
+    nodes = [used.grad_fn, unused.grad_fn]
+    used.register_hook(lambda _: seen.extend(map(compat.will_execute, nodes)))
+    (used * 2).sum().backward()
+    assert seen == [True, False]
+
+
 def test_on_backward_end_runs_after_the_last_gradient():
     order = []
     x = torch.ones(1, requires_grad=True)

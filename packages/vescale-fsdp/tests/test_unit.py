@@ -294,6 +294,66 @@ def check_memory(rank, world_size):
         gc.enable()
 
 
+def check_no_growth(rank, world_size):
+    """Steps leave nothing behind, with the collector off: no object, and no graph."""
+    model, _ = pair()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def count(steps):
+        for step in range(steps):
+            value(model(inputs(rank, step, requires_grad=True))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return len(gc.get_objects())
+
+    count(5)
+    gc.collect()
+    gc.disable()
+    try:
+        before = count(1)
+        assert count(20) - before < 20, "less than one object a step"
+    finally:
+        gc.enable()
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+
+    def forward(self, x, bias, unused):
+        return self.a(x) + bias
+
+
+def check_several_inputs(rank, world_size):
+    """A unit is done when the inputs that count have gradients, used or not by others."""
+    torch.manual_seed(0)
+    plain = nn.ModuleList([TwoInputs() for _ in range(3)]).to(DEVICE)
+    model = nn.ModuleList([TwoInputs() for _ in range(3)]).to(DEVICE)
+    model.load_state_dict(plain.state_dict())
+    for unit in model:
+        fully_shard(unit, reshard_after_forward=True)
+    for _ in range(2):
+        gathered = []
+        for units in (plain, model):
+            bias = torch.ones(6, device=DEVICE, requires_grad=True)
+            unused = torch.ones(6, device=DEVICE, requires_grad=True)
+            x = inputs(rank, requires_grad=True)
+            for unit in units:
+                x = unit(x, bias=bias, unused=unused)
+            if units is model:
+                # When the shared input has its gradient, all units but the first are done.
+                groups = [g for unit in model for g in param_groups(unit)]
+                bias.register_hook(
+                    lambda _, groups=groups, gathered=gathered: gathered.extend(
+                        g.weights.has_full for g in groups
+                    )
+                )
+            x.square().sum().backward()
+        assert gathered[1:] == [False] * 2
+    compare(model[0], plain[0], "several inputs")
+
+
 def check_hooks(rank, world_size):
     """Hooks on a sharded parameter fire once per reduced gradient."""
     model, plain = pair()
@@ -359,6 +419,8 @@ def check_replaced(rank, world_size):
 
 def check_others(rank, world_size):
     check_memory(rank, world_size)
+    check_no_growth(rank, world_size)
+    check_several_inputs(rank, world_size)
     check_hooks(rank, world_size)
     check_kinds(rank, world_size)
     check_replaced(rank, world_size)

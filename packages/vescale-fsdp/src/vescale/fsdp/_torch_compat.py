@@ -22,6 +22,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def will_execute(node: torch.autograd.graph.Node) -> bool:
+    """Tell whether the backward pass that runs now will come to ``node``."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that runs now has ended; raises outside of one."""
     Variable._execution_engine.queue_callback(callback)

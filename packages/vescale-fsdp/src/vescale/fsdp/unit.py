@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 
-from vescale.fsdp._torch_compat import current_backward
+from vescale.fsdp._torch_compat import current_backward, will_execute
 from vescale.fsdp.param_group import ParamGroup, State
 from vescale.fsdp.policy import MixedPrecisionPolicy
 from vescale.fsdp.saved_tensors import others_watch
@@ -20,7 +19,25 @@ from vescale.fsdp.structure import cast_floating, map_tensors, tensors_in
 class _Call:
     """A forward whose inputs wait for their gradients; gone when its graph is."""
 
-    __slots__ = ("__weakref__",)
+    def __init__(self, unit: "Unit", inputs: list[torch.Tensor]) -> None:
+        self._unit = weakref.ref(unit)
+        # Nodes hold hooks that hold this: no such cycle for one input, and a short one for more.
+        self._nodes = [tensor.grad_fn for tensor in inputs] if len(inputs) > 1 else None
+        self._missing = 0
+        for tensor in inputs:
+            tensor.register_hook(self._arrived)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        if self._nodes is not None:
+            if not self._missing:
+                self._missing = sum(map(will_execute, self._nodes))
+            self._missing -= 1
+            if self._missing:
+                return
+            self._nodes = None
+        unit = self._unit()
+        if unit is not None:
+            unit.inputs_done(self)
 
 
 class Unit:
@@ -163,16 +180,7 @@ class Unit:
 
         args, kwargs = map_tensors(view, (args, kwargs))
         if views:
-            call, unit = _Call(), weakref.ref(self)
-            self._calls.add(call)
-
-            def inputs_have_gradients(_: Any) -> None:
-                this = unit()
-                if this is not None:
-                    this._calls.discard(call)
-                    this._inputs_done()
-
-            register_multi_grad_hook(views, inputs_have_gradients)
+            self._calls.add(_Call(self, views))
         return args, kwargs
 
     # --- backward ---------------------------------------------------------------------------
@@ -195,7 +203,9 @@ class Unit:
         if not self._calls and all(g.gradients_complete for g in self.groups if g.trainable):
             self._reshard_in_backward()
 
-    def _inputs_done(self) -> None:
+    def inputs_done(self, call: _Call) -> None:
+        """Note that the inputs of ``call`` have their gradients; the last call ends the unit."""
+        self._calls.discard(call)
         if self._calls or not self.in_backward:
             return
         if any(group.trainable for group in self.groups):
