@@ -18,7 +18,9 @@ def fill(buffer):
     buffer.allocate_shard()
     for index, request in enumerate(REQUESTS):
         begin, _, numel = buffer.plan.local_range(index, buffer.rank)
-        buffer.shard_view(index).copy_(values(index, request.numel)[begin : begin + numel])
+        buffer.shard_views(buffer.shard)[index].copy_(
+            values(index, request.numel)[begin : begin + numel]
+        )
 
 
 def check_gather(rank, world_size):
@@ -60,7 +62,7 @@ def check_reduce(rank, world_size):
     for index, request in enumerate(REQUESTS):
         begin, _, numel = p.local_range(index, rank)
         expected = values(index, request.numel)[begin : begin + numel] * total
-        torch.testing.assert_close(buffer.shard_view(index), expected)
+        torch.testing.assert_close(buffer.shard_views(buffer.shard)[index], expected)
 
 
 def check_pieces(rank, world_size):
@@ -87,7 +89,7 @@ def check_pieces(rank, world_size):
     for index, request in enumerate(REQUESTS):
         begin, _, numel = p.local_range(index, rank)
         expected = values(index, request.numel)[begin : begin + numel] * world_size
-        torch.testing.assert_close(buffer.shard_view(index), expected)
+        torch.testing.assert_close(buffer.shard_views(buffer.shard)[index], expected)
 
 
 def check_mismatch(rank, world_size):

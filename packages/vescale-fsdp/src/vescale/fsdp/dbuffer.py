@@ -47,6 +47,7 @@ class DBuffer:
         self.slice_numel = plan.shard_numel + tail
         self.shard: torch.Tensor | None = None
         self._full: torch.Tensor | None = None
+        self._cuts: tuple[list[int], list[int]] | None = None
         self._gathering: tuple[dist.Work | None, int] | None = None
 
     @property
@@ -124,13 +125,28 @@ class DBuffer:
         parts = self.full.view(self.plan.world_size, self.slice_numel)
         return parts[:, self.plan.shard_numel :]
 
-    def shard_view(self, index: int, shard: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's part of tensor ``index``, flat, as a view of ``shard``.
+    def shard_views(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's part of every tensor, flat, as views of ``shard`` [S + T].
 
-        ``shard`` defaults to the buffer's own; pass another [S] tensor of the same layout.
+        ``shard`` is the buffer's own or another of the same layout. One operator for all.
         """
-        _, start, numel = self.plan.local_range(index, self.rank)
-        return (self.shard if shard is None else shard).narrow(0, start, numel)
+        if self._cuts is None:
+            ranges = [
+                self.plan.local_range(index, self.rank)[1:]
+                for index in range(len(self.plan.requests))
+            ]
+            order = sorted(range(len(ranges)), key=ranges.__getitem__)
+            sizes, place, end = [], [0] * len(ranges), 0
+            for index in order:
+                start, numel = ranges[index]
+                sizes.append(max(start - end, 0))
+                place[index] = len(sizes)
+                sizes.append(numel)
+                end = max(end, start + numel)
+            self._cuts = [*sizes, self.slice_numel - end], place
+        sizes, place = self._cuts
+        parts = shard.split(sizes)
+        return [parts[at] for at in place]
 
     def all_gather(self) -> None:
         """Launch the gather of all shards into the full buffer: one collective, no copy around it.

@@ -41,11 +41,17 @@ class GradientBuffer:
         with torch.no_grad():
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
-            flat, start = grad.reshape(-1), 0
-            for piece in self._pieces[index]:
-                part = flat.narrow(0, start, piece.numel()).view(piece.shape)
-                piece.add_(part) if index in self.written else piece.copy_(part)
-                start += piece.numel()
+            pieces = self._pieces[index]
+            add = index in self.written
+            if len(pieces) == 1 and pieces[0].is_contiguous():
+                if pieces[0].shape != grad.shape:
+                    pieces[0] = pieces[0].view(grad.shape)
+                pieces[0].add_(grad) if add else pieces[0].copy_(grad)
+            else:
+                parts = grad.reshape(-1).split([piece.numel() for piece in pieces])
+                for piece, part in zip(pieces, parts, strict=True):
+                    part = part.view(piece.shape)
+                    piece.add_(part) if add else piece.copy_(part)
         self.written.add(index)
 
     def _allocate(self) -> None:

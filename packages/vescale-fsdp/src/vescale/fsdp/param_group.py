@@ -82,8 +82,9 @@ class ParamGroup:
         fresh.weights.allocate_shard()
         if not self.weights.shard.is_meta:
             fresh.weights.shard.copy_(self.weights.shard)
-        for index, item in enumerate(managed):
-            set_local(item.sharded, fresh.weights.shard_view(index))
+        views = fresh.weights.shard_views(fresh.weights.shard)
+        for item, view in zip(managed, views, strict=True):
+            set_local(item.sharded, view)
         return fresh
 
     def listen(self, on_use: Callable[[], None], on_gradient: Callable[[], None]) -> None:
@@ -112,11 +113,10 @@ class ParamGroup:
         if self.managed[0].original.is_meta:
             device = torch.device("meta")
         self.weights = self._new_weights(device, self.dtype)
-        self.weights.allocate_shard()
-        for index, item in enumerate(self.managed):
+        views = self.weights.shard_views(self.weights.allocate_shard())
+        for index, (item, local) in enumerate(zip(self.managed, views, strict=True)):
             original = item.original
             begin, _, numel = self.plan.local_range(index, self.weights.rank)
-            local = self.weights.shard_view(index)
             if numel and not original.is_meta:
                 # reshape: a view of a contiguous parameter, a copy of any other (L8)
                 local.copy_(original.detach().reshape(-1)[begin : begin + numel])
@@ -173,10 +173,9 @@ class ParamGroup:
             self.param_dtype = compute_dtype(dtype, self.policy)
             self.reduce_dtype = self.policy.reduce_dtype or self.param_dtype
         self.weights = self._new_weights(device, dtype)
-        self.weights.allocate_shard()
+        views = self.weights.shard_views(self.weights.allocate_shard())
         self._gradients = self._reduced = None
-        for index, (item, local) in enumerate(zip(self.managed, locals_, strict=True)):
-            view = self.weights.shard_view(index)
+        for item, local, view in zip(self.managed, locals_, views, strict=True):
             if not local.is_meta:
                 view.copy_(local)
             item.spec = ragged_spec(
@@ -190,9 +189,9 @@ class ParamGroup:
         if self.weights.device.type != "meta":
             return
         self.weights = self._new_weights(self.device, self.dtype)
-        self.weights.allocate_shard()
-        for index, item in enumerate(self.managed):
-            set_local(item.sharded, self.weights.shard_view(index))
+        views = self.weights.shard_views(self.weights.allocate_shard())
+        for item, view in zip(self.managed, views, strict=True):
+            set_local(item.sharded, view)
 
     def _new_weights(self, device: torch.device, dtype: torch.dtype) -> DBuffer:
         return DBuffer(
@@ -350,11 +349,12 @@ class ParamGroup:
 
     def _accumulate_each(self, reduced: torch.Tensor, unused: set[int]) -> None:
         fresh = not unused
-        for index, item in enumerate(self.managed):
+        views = self.weights.shard_views(reduced[: self.plan.shard_numel])
+        for index, (item, view) in enumerate(zip(self.managed, views, strict=True)):
             if index in unused:
                 continue
             sharded = item.sharded
-            grad = make_ragged(self.weights.shard_view(index, reduced), item.spec)
+            grad = make_ragged(view, item.spec)
             for hook in gradient_hooks(sharded):
                 replaced = hook(grad)
                 grad = grad if replaced is None else replaced
