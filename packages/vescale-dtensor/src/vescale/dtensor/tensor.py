@@ -58,9 +58,7 @@ class DTensor(TorchDTensor):
             f"device_mesh={self._spec.mesh}, placements={self._spec.placements})"
         )
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        return dispatch(cls, func, args, kwargs or {})
+    __torch_dispatch__ = classmethod(dispatch)
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
@@ -138,8 +136,11 @@ class DTensor(TorchDTensor):
         As on torch 2.13 the part of an ``nn.Parameter`` is an ``nn.Parameter``.
         """
         local = self._local_tensor
-        if torch.is_grad_enabled():
-            local = autograd.ToLocal.apply(self, _as_tuple(grad_placements))
+        if torch.is_grad_enabled():  # a new object: autograd writes its metadata into it
+            if self.requires_grad:
+                local = autograd.ToLocal.apply(self, _as_tuple(grad_placements))
+            else:
+                local = local.view_as(local)
         if getattr(self, "_is_param", False) and not getattr(local, "_is_param", False):
             local = local.view_as(local) if local is self._local_tensor else local
             local._is_param = True
@@ -213,7 +214,9 @@ class DTensor(TorchDTensor):
                 f"torch's DTensor does not know {self._spec.placements}; redistribute to Shard "
                 "or Replicate first."
             )
-        return autograd.AsTorch.apply(self)
+        if torch.is_grad_enabled() and self.requires_grad:
+            return autograd.AsTorch.apply(self)
+        return wrap(TorchDTensor, self._local_tensor, self._spec, requires_grad=False)
 
     def __create_write_items__(self, fqn: str, object: object) -> list:
         if layout_of(self._spec) is None:

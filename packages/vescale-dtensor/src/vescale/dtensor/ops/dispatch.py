@@ -26,17 +26,25 @@ _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_po
 _handlers = {**SHAPED_ALIKE, **NORMS, **REDUCTIONS, **RANDOM, **VIEWS}
 
 
-def dispatch(cls, func, args, kwargs):
-    """Run operator ``func``, one of whose arguments is of our class ``cls``."""
-    ref = _first_ragged(args)
-    if ref is None and kwargs:
-        ref = _first_ragged(kwargs.values())
-    if ref is None:
-        return plain(cls, func, args, kwargs)
+def dispatch(cls, func, types, args=(), kwargs=None):
+    """Run operator ``func``, one of whose arguments is of our class ``cls``.
+
+    This is the ``__torch_dispatch__`` of the class, so every line is paid by every operator.
+    """
+    kwargs = kwargs or {}
+    ref = args[0] if args else None
+    layout = layout_of(ref._spec) if type(ref) is cls else None
+    if layout is None:  # not the first argument: in a list, behind a plain one, or not at all
+        ref = _first_ragged(args) if args else None
+        if ref is None and kwargs:
+            ref = _first_ragged(kwargs.values())
+        if ref is None:
+            return plain(cls, func, args, kwargs)
+        layout = layout_of(ref._spec)
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _classify(func)
-    if layout_of(ref._spec).pending:
+    if layout.pending:
         check_pending(func, args, ref)
     return handler(func, args, kwargs, ref)
 

@@ -5,27 +5,34 @@ from operator import attrgetter, is_
 
 import torch
 
-from vescale.dtensor._torch_compat import TorchDTensor
-from vescale.dtensor.ops.operands import local_operand, rewrap, unsupported
+from vescale.dtensor._torch_compat import TorchDTensor, kernel, wrap
+from vescale.dtensor.ops.operands import alike, local_operand, rewrap, unsupported
 from vescale.dtensor.spec import layout_of
 
 _spec, _local = attrgetter("_spec"), attrgetter("_local_tensor")
+_ndim = attrgetter("ndim")
 _layout, _pending = attrgetter("_vescale_layout"), attrgetter("pending")
 
 
 def foreach(func, args, kwargs, ref):
     """Run a list operator on local parts; results are laid out like the first list."""
     first = _first_list(args)
-    out = func(*_local_args(func, args, first), **_local_kwargs(func, kwargs))
-    return [
-        rewrap(part, x) if isinstance(x, TorchDTensor) else part
-        for part, x in zip(out, first, strict=True)
-    ]
+    out = kernel(func)(*_local_args(func, args, first), **_local_kwargs(func, kwargs))
+    return [_rewrap(part, x) for part, x in zip(out, first, strict=True)]
 
 
 def foreach_inplace(func, args, kwargs, ref):
     """Run a list operator in place on the local parts of its arguments."""
-    func(*_local_args(func, args, args[0]), **_local_kwargs(func, kwargs))
+    kernel(func)(*_local_args(func, args, args[0]), **_local_kwargs(func, kwargs))
+
+
+def _rewrap(part, x):
+    if not isinstance(x, TorchDTensor):
+        return part
+    spec = x._spec
+    if part.dtype is not spec.tensor_meta.dtype:
+        return rewrap(part, x)
+    return wrap(type(x), part, spec, requires_grad=False)
 
 
 def _first_list(args):
@@ -67,12 +74,28 @@ def _row(func, row, first, specs):
             return list(map(_local, row))
     except AttributeError:  # scalars or plain tensors among them
         pass
+    if _are_scalars(row):
+        return row
     if len(row) != len(first):
         return [_single(func, x) for x in row]
     return [
-        local_operand(func, x, ref) if _is_ragged(ref) else _beside_plain(func, x, ref)
-        for x, ref in zip(row, first, strict=True)
+        x._local_tensor
+        if isinstance(x, TorchDTensor) and spec is not None and alike(x._spec, spec)
+        else _operand(func, x, ref)
+        for x, spec, ref in zip(row, specs, first, strict=True)
     ]
+
+
+def _are_scalars(row):
+    """Tell whether a list has numbers or plain 0-dim tensors only, such as steps."""
+    types = set(map(type, row))
+    if types <= {torch.Tensor}:
+        return not any(map(_ndim, row))
+    return types <= {float, int, complex, bool}
+
+
+def _operand(func, x, ref):
+    return local_operand(func, x, ref) if _is_ragged(ref) else _beside_plain(func, x, ref)
 
 
 def _single(func, a):
@@ -87,8 +110,6 @@ def _single(func, a):
 def _beside_plain(func, x, ref):
     """Return the local part of ``x`` next to a tensor that is not ragged."""
     if isinstance(x, TorchDTensor):
-        if isinstance(ref, TorchDTensor) and x._spec.placements == ref._spec.placements:
-            return x._local_tensor
         return _single(func, x)
     if isinstance(x, torch.Tensor) and isinstance(ref, TorchDTensor) and x.ndim > 0:
         unsupported(func, "a plain tensor is mixed with a DTensor", ref)

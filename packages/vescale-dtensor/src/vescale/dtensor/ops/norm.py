@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor._torch_compat import TorchDTensor, wrap
+from vescale.dtensor._torch_compat import foreach_norm as local_foreach_norm
 from vescale.dtensor.ops.reduce import bind
 from vescale.dtensor.ops.reduction import (
     Reduction,
@@ -103,7 +104,7 @@ def _local_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype) ->
     """Return the norms of the local parts, ``[len(parts)]``; an empty part has the neutral one."""
     neutral = math.inf if order == -math.inf else 0.0
     full = [part for part in parts if part.numel()]
-    found = iter(torch._foreach_norm(full, order, dtype) if full else ())
+    found = iter(local_foreach_norm(full, order, dtype) if full else ())
     if len(full) == len(parts):
         return torch.stack(tuple(found))
     empty = torch.full((), neutral, dtype=dtype.to_real(), device=parts[0].device)

@@ -6,6 +6,7 @@ import torch
 from vescale.dtensor._torch_compat import (
     TorchDTensor,
     implicit_replication_enabled,
+    kernel,
     spec_with_meta,
     wrap,
 )
@@ -84,24 +85,30 @@ def _local(a):
 
 def _run_torch(cls, func, args, kwargs):
     stand_ins = {}  # id of torch's tensor -> (torch's tensor, ours)
-
-    def lower(a):
-        if isinstance(a, TorchDTensor) and type(a) is not TorchDTensor:
-            x = wrap(TorchDTensor, a._local_tensor, a._spec, requires_grad=False)
-            stand_ins[id(x)] = (x, a)
-            return x
-        return type(a)(map(lower, a)) if type(a) in (list, tuple) else a
-
-    def lift(a):
-        if type(a) is TorchDTensor:
-            known = stand_ins.get(id(a))  # an in-place or out= operator returns its argument
-            return known[1] if known else wrap(cls, a._local_tensor, a._spec, requires_grad=False)
-        return type(a)(map(lift, a)) if type(a) in (list, tuple) else a
-
-    out = func(*map(lower, args), **{name: lower(value) for name, value in kwargs.items()})
+    lowered = [_lower(a, stand_ins) for a in args]
+    if kwargs:
+        kwargs = {name: _lower(value, stand_ins) for name, value in kwargs.items()}
+    out = kernel(func)(*lowered, **kwargs)
     for x, ours in stand_ins.values():  # an in-place operator may change the placements
         if ours._spec is not x._spec:
             ours._spec = x._spec
         if ours._local_tensor is not x._local_tensor:
             ours._local_tensor = x._local_tensor
-    return lift(out)
+    return _lift(cls, out, stand_ins)
+
+
+def _lower(a, stand_ins):
+    if isinstance(a, TorchDTensor):
+        if type(a) is TorchDTensor:
+            return a
+        x = wrap(TorchDTensor, a._local_tensor, a._spec, requires_grad=False)
+        stand_ins[id(x)] = (x, a)
+        return x
+    return type(a)(_lower(b, stand_ins) for b in a) if type(a) in (list, tuple) else a
+
+
+def _lift(cls, out, stand_ins):
+    if type(out) is TorchDTensor:
+        known = stand_ins.get(id(out))  # an in-place or out= operator returns its argument
+        return known[1] if known else wrap(cls, out._local_tensor, out._spec, requires_grad=False)
+    return type(out)(_lift(cls, x, stand_ins) for x in out) if type(out) in (list, tuple) else out

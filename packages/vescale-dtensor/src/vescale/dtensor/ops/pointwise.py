@@ -3,8 +3,9 @@
 
 import torch
 
-from vescale.dtensor._torch_compat import TorchDTensor, wrap
+from vescale.dtensor._torch_compat import TorchDTensor, kernel, wrap
 from vescale.dtensor.ops.operands import (
+    alike,
     local_operand,
     result_like,
     rewrap,
@@ -48,17 +49,18 @@ LIKE_POINTWISE = {
 def pointwise(func, args, kwargs, ref):
     """Run ``func`` on the local parts; the result is laid out like ``ref``."""
     spec = ref._spec
-    for a in args:
-        if (
-            isinstance(a, torch.Tensor)
-            and getattr(a, "_spec", None) is not spec
-            and a.ndim > 0
-            and a.shape != ref.shape
-        ):
+    local = _aligned(args, spec)
+    if local is None:
+        if any(isinstance(a, torch.Tensor) and a.ndim and a.shape != ref.shape for a in args):
             ref = result_like(func, args, ref)
-            break
-    out = func(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
+            spec = ref._spec
+        local = [local_operand(func, a, ref) for a in args]
+    out = (
+        kernel(func)(*local, **_local_kwargs(func, kwargs, ref)) if kwargs else kernel(func)(*local)
+    )
     if isinstance(out, torch.Tensor):
+        if out.dtype is spec.tensor_meta.dtype:
+            return wrap(type(ref), out, spec, requires_grad=False)
         return rewrap(out, ref)
     return type(out)(rewrap(part, ref) for part in out)
 
@@ -68,7 +70,7 @@ def pointwise_inplace(func, args, kwargs, ref):
     target = args[0]
     if target is not ref and not (isinstance(target, TorchDTensor) and same_layout(target, ref)):
         unsupported(func, "the tensor written to is placed differently", *args)
-    func(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
+    kernel(func)(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
     return target
 
 
@@ -95,14 +97,23 @@ def copy_(func, args, kwargs, ref):
     return pointwise_inplace(func, args, kwargs, ref)
 
 
+def _aligned(args, spec):
+    """Return the local operands when all are laid out as ``spec`` says, or are scalars."""
+    local = []
+    for a in args:
+        if isinstance(a, TorchDTensor):
+            if a._spec is not spec and not alike(a._spec, spec):
+                return None
+            a = a._local_tensor
+        elif isinstance(a, torch.Tensor) and a.ndim:
+            return None
+        local.append(a)
+    return local
+
+
 def _locals(func, args, ref):
-    spec = ref._spec
-    return [
-        a._local_tensor
-        if isinstance(a, TorchDTensor) and a._spec is spec
-        else local_operand(func, a, ref)
-        for a in args
-    ]
+    local = _aligned(args, ref._spec)
+    return [local_operand(func, a, ref) for a in args] if local is None else local
 
 
 def _local_kwargs(func, kwargs, ref):
