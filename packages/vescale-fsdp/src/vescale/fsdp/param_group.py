@@ -200,10 +200,13 @@ class ParamGroup:
 
     # --- gather and free --------------------------------------------------------------------
 
+    def drop_stale(self) -> None:
+        """Free full parameters that were gathered before the sharded ones changed."""
+        if self.state is not State.SHARDED and self._version != self._sharded_version():
+            self._free()
+
     def gather(self) -> None:
         """Launch the gather of the full parameters; a no-op if it is under way or done."""
-        if self.state is State.GATHERED and self._version != self._sharded_version():
-            self._free()  # an optimizer has stepped since
         if self.state is not State.SHARDED:
             return
         if self.weights.device.type == "meta":

@@ -124,6 +124,9 @@ class Unit:
     def before_forward(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather, look ahead, and return the inputs, cast as the policy says."""
         self.schedule.enter_forward(self)
+        if not self.schedule.in_backward:
+            for group in self.all_groups:
+                group.drop_stale()
         self.unshard()
         self.schedule.prefetch_forward(self)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
