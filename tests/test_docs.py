@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/*.md")],
-    key=lambda page: page.relative_to(ROOT),
-)
+FOLDERS = ("*.md", "docs/**/*.md", "packages/*/*.md", "examples/*.md", "benchmarks/**/*.md")
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 SESSION = re.compile(r"""nox -s ("[^"]+"|'[^']+'|[\w ]+)""")
