@@ -9,7 +9,7 @@ from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
 
-UNITS = {2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
+UNITS = {1: (4,), 2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
 
 
 def numbers(*shape, seed=0):
@@ -66,6 +66,13 @@ def check_moves(rank, world_size):
     assert type(stock) is TorchDTensor
     stock.redistribute(mesh, [Replicate()]).to_local().sum().backward()
     assert torch.equal(x.grad.full_tensor(), torch.ones_like(whole))
+
+    # A replica from torch's own class meets a ragged tensor: its gradient comes back to torch's.
+    stock = distribute_tensor(whole, mesh, [Replicate()]).as_torch().requires_grad_()
+    ours = DTensor.from_local(stock.to_local(), mesh, [Replicate()])
+    (ours * leaf()).to_local().sum().backward()
+    torch.testing.assert_close(stock.grad.full_tensor(), whole)
+    assert type(stock.grad) is TorchDTensor
 
     # The gradient of a Partial is replicated.
     local = whole.clone().requires_grad_()

@@ -11,7 +11,7 @@ from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
 
-UNITS = {2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
+UNITS = {1: (4,), 2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
 
 
 def numbers(*shape):

@@ -13,6 +13,7 @@ from vescale.dtensor.debug import CommDebugMode
 from vescale.dtensor.spec import layout_of, make_spec
 
 UNITS = {  # of 12 rows
+    1: [(1,), (2,), (5,), (12,)],
     2: [(1, 1), (1, 3), (0, 5), (4, 2)],
     3: [(1, 1, 1), (1, 0, 3), (0, 0, 12), (2, 1, 3)],
     4: [(1, 1, 1, 1), (1, 0, 2, 3), (0, 1, 0, 1), (0, 0, 7, 0)],
@@ -35,7 +36,8 @@ def check_moves_on_a_line(rank, world_size):
     mesh, whole = init_device_mesh(DEVICE, (world_size,)), numbers(12, 5)
     ragged = [RaggedShard((0,), units) for units in UNITS[world_size]]
     ragged.append(RaggedShard((0, 1), [60 // world_size] * world_size))
-    ragged.append(RaggedShard((0, 1), [7, *[0] * (world_size - 2), 53]))
+    odd = [7, *[0] * (world_size - 2), 53] if world_size > 1 else [60]
+    ragged.append(RaggedShard((0, 1), odd))
     ragged.append(RaggedShard((), [0] * (world_size - 1) + [1]))
     every = [Replicate(), Shard(0), Shard(1), *ragged]
     distributed = {placement: distribute(whole, mesh, [placement]) for placement in every}
@@ -52,8 +54,9 @@ def check_moves_on_a_line(rank, world_size):
         if source != target and {source, target} & set(ragged):
             with CommDebugMode() as mode:
                 distributed[source].redistribute(mesh, [target])
-            assert collectives(mode) == ["alltoall_base"]
-            assert mode.get_total_counts() == 1
+            alone = world_size == 1  # then all cuts are the same
+            assert alone or collectives(mode) == ["alltoall_base"]
+            assert alone or mode.get_total_counts() == 1
     with CommDebugMode() as mode:
         for target in ragged:
             distributed[Replicate()].redistribute(mesh, [target])
@@ -135,14 +138,14 @@ def check_mistakes(rank, world_size):
         with pytest.raises(NotImplementedError, match="async_op"):
             x.redistribute(mesh, ragged, async_op=True)
         with pytest.raises(NotImplementedError, match="another mesh"):
-            x.redistribute(torch.distributed.device_mesh.DeviceMesh(DEVICE, [0]), ragged)
+            x.redistribute(init_device_mesh(DEVICE, (world_size, 1)), ragged)
         with pytest.raises(RuntimeError, match="becomes Partial only by an operator"):
             x.redistribute(mesh, [Partial()])
         with pytest.raises(NotImplementedError, match=r"_StridedShard.*cannot be combined"):
             x.redistribute(mesh, [_StridedShard(0, split_factor=2)])
         with pytest.raises(ValueError, match="needs placements"):
             x.redistribute(mesh)
-        with pytest.raises(ValueError, match="not a multiple"):
+        with pytest.raises(ValueError, match=r"not a multiple|\d units"):
             x.redistribute(mesh, [RaggedShard((0,), [5, *[0] * (world_size - 2), 6])])
         with pytest.raises(ValueError, match="out of range"):
             x.redistribute(mesh, [Shard(2)])
@@ -231,7 +234,7 @@ def test_every_move_on_one_axis(run_ranks, world_size):
 
 
 def test_every_move_on_two_axes(run_ranks):
-    run_ranks(check_square, 4)
+    run_ranks(check_square, 4, exact=True)
 
 
 def test_one_rank_moves_without_peers(run_ranks):

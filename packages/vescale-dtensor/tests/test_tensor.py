@@ -15,7 +15,7 @@ from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.tensor import adopt, make_ragged, ragged_spec, set_local
 
-UNITS = {2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
+UNITS = {1: (4,), 2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
 
 
 def numbers(*shape):

@@ -11,7 +11,7 @@ from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
 
 UNITS = {2: [(1, 3), (0, 5), (1, 1)], 3: [(1, 0, 3), (0, 8, 0), (2, 1, 1)]}
-UNITS[4] = [(2, 0, 1, 1), (0, 0, 1, 0), (1, 1, 1, 1)]
+UNITS |= {1: [(1,), (2,), (1,)], 4: [(2, 0, 1, 1), (0, 0, 1, 0), (1, 1, 1, 1)]}
 
 
 def numbers(*shape, seed=0):
@@ -78,8 +78,9 @@ def check_lists(rank, world_size):
     torch.testing.assert_close(found[0], 2 * t[0])
     torch.testing.assert_close(found[1].full_tensor(), 2 * t[1])
     torch.testing.assert_close(found[2].full_tensor(), 2 * t[2])
+    other = distribute_tensor(t[1], mesh, [Shard(1)])
     for wrong in (
-        lambda: torch._foreach_add(x, [*x[1:], x[0]]),
+        lambda: torch._foreach_add(x[:2], [x[1], other]),
         lambda: torch._foreach_add(x, [distribute_tensor(q, mesh, [Shard(0)]) for q in t]),
         lambda: torch._foreach_add([x[0], replica], [x[0], x[0]]),
         lambda: torch._foreach_add([x[0], replica], [x[0], t[0]]),

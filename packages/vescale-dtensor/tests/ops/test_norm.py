@@ -11,7 +11,7 @@ from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
 
 UNITS = {2: [(1, 3), (0, 5), (1, 1)], 3: [(1, 0, 3), (0, 8, 0), (2, 1, 1)]}
-UNITS[4] = [(2, 0, 1, 1), (0, 0, 1, 0), (1, 1, 1, 1)]
+UNITS |= {1: [(1,), (2,), (1,)], 4: [(2, 0, 1, 1), (0, 0, 1, 0), (1, 1, 1, 1)]}
 
 
 def numbers(*shape, seed=0):

@@ -10,7 +10,7 @@ from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
 
-UNITS = {2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
+UNITS = {1: (4,), 2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):
@@ -125,7 +125,7 @@ def check_mixed_operands(rank, world_size):
     # What would need communication says so.
     for other in (
         distribute_tensor(t, mesh, [Shard(0)]),
-        distribute_tensor(t, mesh, [RaggedShard((0,), [0] * (world_size - 1) + [1])]),
+        distribute_tensor(t, mesh, [Shard(1)]),
         DTensor.from_local(t, mesh, [Partial()]),
         DTensor.from_local(t[0, 0], mesh, [Partial()]),
         distribute_tensor(numbers(3, 8, 6), mesh, [Replicate()]),

@@ -62,6 +62,11 @@ def check_random(rank, world_size):
     assert meta.normal_() is meta
     with pytest.raises(NotImplementedError, match="redistribute"):
         x.bernoulli_(x)
+    if DEVICE == "cpu":  # elsewhere dropout is one operator, which is refused
+        torch.manual_seed(9)
+        expected = torch.nn.functional.dropout(whole, 0.3)
+        torch.manual_seed(9)
+        assert torch.equal(torch.nn.functional.dropout(x, 0.3).full_tensor(), expected)
     module = torch.nn.Linear(6, 20, bias=False, device=DEVICE)
     torch.manual_seed(1)
     module.reset_parameters()
@@ -73,4 +78,4 @@ def check_random(rank, world_size):
 
 
 def test_random_fills_equal_those_of_one_process_bit_by_bit(run_ranks):
-    run_ranks(check_random, 4)
+    run_ranks(check_random, 4, exact=True)

@@ -102,11 +102,16 @@ class FromTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cls):
+        ctx.placements = gradient_placements(x._spec.placements)
         return wrap(cls, x._local_tensor, x._spec, requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx, grad):
-        return (grad if type(grad) is TorchDTensor else AsTorch.apply(grad)), None
+        if type(grad) is TorchDTensor:
+            return grad, None
+        if layout_of(grad._spec) is not None:  # from an operator with a ragged tensor
+            grad = grad.redistribute(placements=ctx.placements)
+        return AsTorch.apply(grad), None
 
 
 class AsTorch(torch.autograd.Function):

@@ -62,7 +62,7 @@ def gather(flat: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) 
         all_gather_single(target, source, group=group)
         return out
     parts = list(target.split([numel * scale for numel in numels]))
-    if len(owners) > 1 and dist.get_backend(group) == "nccl":
+    if len(owners) > 1 and source.is_cuda and "nccl" in dist.get_backend(group):
         dist.all_gather(parts, source, group=group)
     elif len(owners) > 1 and largest * len(numels) <= 2 * sum(numels):
         padded = source.new_zeros(largest * scale)

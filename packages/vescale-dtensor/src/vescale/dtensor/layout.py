@@ -91,7 +91,7 @@ class Box:
         return math.prod(self.shape)
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@functools.lru_cache(maxsize=4096)
 def make_layout(
     placement: RaggedShard,
     axis: int,
