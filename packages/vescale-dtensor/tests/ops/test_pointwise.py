@@ -235,6 +235,7 @@ def _check_pending(mesh, s):
         lambda a: whole + a,
         lambda a: a.sum(),
         lambda a: torch._foreach_mul([a], 2.0),
+        lambda a: torch._foreach_norm([whole, a]),
         lambda a: torch.linalg.vector_norm(a),
     ):
         with pytest.raises(NotImplementedError, match="redistribute"):

@@ -197,3 +197,21 @@ def check_reduce(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_reductions_equal_those_of_one_process(run_ranks, world_size):
     run_ranks(check_reduce, world_size)
+
+
+def check_outside(rank, world_size):
+    """A rank outside of the mesh takes part in nothing, and waits for nobody."""
+    mesh, whole = torch.distributed.device_mesh.DeviceMesh(DEVICE, [0, 1]), numbers(8, 6)
+    x = distribute_tensor(whole, mesh, [RaggedShard((0,), (1, 3))])
+    x = (x * 2).clone().redistribute(mesh, [RaggedShard((0,), (3, 1))])
+    y = x.redistribute(mesh, [Replicate()])
+    found = [x.sum(), x.amax(), torch.linalg.vector_norm(x), torch._foreach_norm([x])[0], x.sum(0)]
+    if rank < 2:
+        assert torch.equal(y.to_local(), 2 * whole)
+        torch.testing.assert_close(found[0].to_local(), 2 * whole.sum())
+    else:
+        assert x.to_local().numel() == 0
+
+
+def test_a_rank_outside_of_the_mesh_takes_part_in_nothing(run_ranks):
+    run_ranks(check_outside, 3, exact=True)

@@ -10,11 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor._torch_compat import TorchDTensor, wrap
 from vescale.dtensor._torch_compat import foreach_norm as local_foreach_norm
+from vescale.dtensor.ops.operands import unsupported
 from vescale.dtensor.ops.reduce import bind
 from vescale.dtensor.ops.reduction import (
     Reduction,
     accumulation_dtype,
     combine,
+    groups_of,
     reduce,
     split_axes,
 )
@@ -27,6 +29,9 @@ def foreach_norm(func, args, kwargs, ref):
     """``_foreach_norm(tensors, ord=2, dtype=None)``; meshes and placements may be mixed."""
     order = float(args[1]) if len(args) > 1 else 2.0
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    for x in args[0]:
+        if isinstance(x, TorchDTensor) and any(p.is_partial() for p in x._spec.placements):
+            unsupported(func, "a Partial placement still has to be reduced", x)
     return norms(args[0], order, dtype, ref)
 
 
@@ -74,7 +79,7 @@ def norms(
         dtypes = {part.dtype for part in mine}
         wide = accumulation_dtype(dtype or functools.reduce(torch.promote_types, dtypes))
         values = _local_norms(mine, order, wide)
-        if mesh is not None and not values.is_meta:
+        if mesh is not None and not values.is_meta and mesh.get_coordinate() is not None:
             values = _combine(values, order, mesh, [split_axes(specs[i]) for i in members])
         results = [dtype] if dtype else [kind.to_real() for kind in dtypes]
         if len(results) == 1:
@@ -117,14 +122,14 @@ def _combine(
     """Combine local norms over the mesh axes that split each tensor (``axes``, per tensor)."""
     used = sorted(set().union(*axes))
     if math.isinf(order):  # what is replicated over an axis is not changed by its maximum
-        return combine(values, "max" if order > 0 else "min", [*map(mesh.get_group, used)])
+        return combine(values, "max" if order > 0 else "min", groups_of(mesh, used))
     sums = values if order in (0.0, 1.0) else values.pow_(order)
     for axis in used:
         # A tensor that is replicated over this axis counts once, by its first rank.
         whole = [index for index, split in enumerate(axes) if axis not in split]
         if whole and mesh.get_local_rank(axis) != 0:
             sums[whole] = 0
-        sums = combine(sums, "sum", [mesh.get_group(axis)])
+        sums = combine(sums, "sum", groups_of(mesh, [axis]))
     return sums if order in (0.0, 1.0) else sums.pow_(1.0 / order)
 
 

@@ -55,9 +55,7 @@ def pointwise(func, args, kwargs, ref):
             ref = result_like(func, args, ref)
             spec = ref._spec
         local = [local_operand(func, a, ref) for a in args]
-    out = (
-        kernel(func)(*local, **_local_kwargs(func, kwargs, ref)) if kwargs else kernel(func)(*local)
-    )
+    out = kernel(func)(*local, **_local_kwargs(func, kwargs, ref))
     if isinstance(out, torch.Tensor):
         if out.dtype is spec.tensor_meta.dtype:
             return wrap(type(ref), out, spec, requires_grad=False)
@@ -140,13 +138,11 @@ def _new(func, args, kwargs, ref):
 
 def _new_empty_strided(func, args, kwargs, ref):
     """``x.new_empty_strided(size, stride)``: autograd makes the memory of a gradient so."""
-    if torch.Size(args[1]) == ref.shape and tuple(args[2]) == ref.stride():
-        return pointwise(aten.empty_like.default, [ref], kwargs, ref)
-    return (
-        _new(func, args, kwargs, ref)
-        if torch.Size(args[1]) != ref.shape
-        else unsupported(func, f"strides {tuple(args[2])} are not those of a row-major tensor", ref)
-    )
+    if torch.Size(args[1]) != ref.shape:
+        return _new(func, args, kwargs, ref)
+    if tuple(args[2]) != ref.stride():
+        unsupported(func, f"strides {tuple(args[2])} are not those of a row-major tensor", ref)
+    return pointwise(aten.empty_like.default, [ref], kwargs, ref)
 
 
 SHAPED_ALIKE = {

@@ -12,6 +12,7 @@ from vescale.dtensor.ops.reduction import (
     Reduction,
     accumulation_dtype,
     combine,
+    groups_of,
     reduce,
     split_axes,
 )
@@ -126,7 +127,7 @@ def _equal(func, args, kwargs, ref):
         unsupported(func, "both tensors must be cut alike", a, b)
     same = func(a._local_tensor, b._local_tensor)
     flag = torch.full((), int(same), dtype=torch.int32, device=ref._local_tensor.device)
-    groups = [ref._spec.mesh.get_group(axis) for axis in split_axes(ref._spec)]
+    groups = groups_of(ref._spec.mesh, split_axes(ref._spec))
     return bool(combine(flag, "min", groups))
 
 
@@ -141,7 +142,8 @@ def _check_finite_and_unscale(func, args, kwargs, ref):
             mine = [(x._spec.mesh, axis) for axis in split_axes(x._spec)]
             places += [place for place in mine if place not in places]
     for mesh, axis in places:
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        for group in groups_of(mesh, [axis]):
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
 
 
 def _local(x):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale.dtensor import comm
@@ -44,6 +45,11 @@ def split_axes(spec: DTensorSpec) -> list[int]:
     return [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
 
 
+def groups_of(mesh: DeviceMesh, axes: Sequence[int]) -> list[dist.ProcessGroup]:
+    """Return this rank's groups along ``axes``; none where it is not in the mesh."""
+    return [] if mesh.get_coordinate() is None else [mesh.get_group(axis) for axis in axes]
+
+
 def reduce(
     ref: TorchDTensor, dims: Sequence[int] | None, keepdim: bool, reduction: Reduction
 ) -> TorchDTensor:
@@ -64,7 +70,7 @@ def reduce(
         local = reduction.finish(local.reshape(-1))
     else:
         crossed = sorted([*crossed, layout.axis])
-        groups = [spec.mesh.get_group(axis) for axis in crossed]
+        groups = groups_of(spec.mesh, crossed)
         local = reduction.finish(combine(_reduce_boxes(ref, dims, reduction), reduction.op, groups))
         if not keepdim:
             local = local.squeeze(tuple(dims))
@@ -105,7 +111,7 @@ def _reduce_all(ref: TorchDTensor, keepdim: bool, reduction: Reduction) -> Torch
         value = reduction.local(local, [0]).view(())
     else:
         value = _neutral(local, (), reduction)
-    groups = [spec.mesh.get_group(axis) for axis in split_axes(spec)]
+    groups = groups_of(spec.mesh, split_axes(spec))
     value = reduction.finish(combine(value, reduction.op, groups))
     if keepdim:
         value = value.view((1,) * ref.ndim)
