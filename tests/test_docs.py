@@ -5,10 +5,14 @@ The word after the language says what happens to a fenced block; CONTRIBUTING.md
 """
 
 import ast
+import multiprocessing
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,6 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("*.md", "docs/**/*.md", "packages/*/*.md", "examples/*.md", "benchmarks/**/*.md")
 PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(folder))
 FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 SESSION = re.compile(r"""nox -s ("[^"]+"|'[^']+'|[\w ]+)""")
 
 
@@ -42,6 +45,36 @@ def run(command, folder):
     return done.stdout
 
 
+def run_on_ranks(nproc, folder):
+    """Run block.py as torchrun would, but from the fork server: seconds less for each block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=enter, args=(r, nproc, port, folder)) for r in range(nproc)]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + 120
+    for rank in ranks:
+        rank.join(max(0, deadline - time.monotonic()))
+        rank.kill()
+        rank.join()
+    printed = "".join((folder / f"rank{rank}.txt").read_text() for rank in range(nproc))
+    assert [rank.exitcode for rank in ranks] == [0] * nproc, printed
+    return printed
+
+
+def enter(rank, nproc, port, folder):
+    output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(folder)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in (names | places).items()}
+    runpy.run_path("block.py", run_name="__main__")
+
+
 def run_python(code, words, folder):
     """Do with a Python block what the words after the language say; return what it prints."""
     match words:
@@ -50,8 +83,7 @@ def run_python(code, words, folder):
             return run([sys.executable, "block.py"], folder)
         case [word] if word.startswith("ranks="):
             (folder / "block.py").write_text(code)
-            nproc = f"--nproc-per-node={int(word.removeprefix('ranks='))}"
-            return run([*TORCHRUN, nproc, "block.py"], folder)
+            return run_on_ranks(int(word.removeprefix("ranks=")), folder)
         case [word] if word.startswith("file="):
             compile(code, word, "exec")
             (folder / word.removeprefix("file=")).write_text(code)
