@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import vescale.legacy
 
 LEGACY = Path(vescale.legacy.__file__).parent
@@ -24,7 +26,8 @@ def test_in_the_same_folder_the_message_names_the_cure(tmp_path):
     assert "`pip uninstall vescale`" in error
 
 
-def test_the_check_is_the_one_of_vescale_fsdp():
-    # find_spec, so that vescale.fsdp need not be imported.
-    other = Path(importlib.util.find_spec("vescale.fsdp").origin).parent
+@pytest.mark.parametrize("package", ["vescale.dtensor", "vescale.fsdp"])
+def test_the_check_is_the_same_in_all_packages(package):
+    # find_spec, so that the other package need not be imported.
+    other = Path(importlib.util.find_spec(package).origin).parent
     assert (LEGACY / "_shadow.py").read_bytes() == (other / "_shadow.py").read_bytes()

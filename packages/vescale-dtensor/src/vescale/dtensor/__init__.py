@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RaggedShard: a DTensor placement that cuts a tensor's memory at any block, in any proportion."""
 
+import vescale.dtensor._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
+
+# isort: split
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
