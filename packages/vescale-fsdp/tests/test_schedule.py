@@ -182,6 +182,24 @@ def check_recovery(rank, world_size):
         torch.testing.assert_close(grad.full_tensor(), p.grad.full_tensor(), rtol=0, atol=0)
 
 
+def check_dead_rank(rank, world_size):
+    """The others end, with an error that names the unit that waited."""
+    model = wrapped()
+    if rank == world_size - 1:
+        dist.barrier()
+        return  # leaves: its peers find nobody
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"of unit '.*' failed on rank 0"):
+        for step in range(3):
+            loss_of(model, batch(step, rank, DEVICE)).backward()
+
+
+def test_a_rank_that_leaves_is_noticed_by_the_others(run_ranks):
+    if DEVICE == "cuda":
+        pytest.skip("NCCL reports a lost peer through its watchdog, after the timeout")
+    run_ranks(check_dead_rank, 2, exact=True)
+
+
 def check_all(rank, world_size):
     check_order(rank, world_size)
     check_forward_prefetch(rank, world_size)

@@ -9,7 +9,8 @@ gathered one is a plain ``nn.Parameter``, a view of the full buffer; the module 
 import copy
 import enum
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -200,6 +201,17 @@ class ParamGroup:
 
     # --- gather and free --------------------------------------------------------------------
 
+    @contextmanager
+    def _naming_failures(self, what: str) -> Iterator[None]:
+        """Say which unit waited when a collective fails, as it does after a rank died."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the {what} of unit {self.name or '(root)'!r} failed on rank "
+                f"{self.process_group.rank()}: a rank may have died, or run another unit: {error}"
+            ) from error
+
     def drop_stale(self) -> None:
         """Free full parameters that were gathered before the sharded ones changed."""
         if self.state is not State.SHARDED and self._version != self._sharded_version():
@@ -225,7 +237,8 @@ class ParamGroup:
         self.gather()
         self.holders.add(holder)
         if self.state is State.GATHERING:
-            self.weights.wait_gather()
+            with self._naming_failures("gather of the parameters"):
+                self.weights.wait_gather()
             self.state = State.GATHERED
         if self.managed[0].gathered is None:
             self._make_gathered()
@@ -321,7 +334,8 @@ class ParamGroup:
             return
         used_here, self._reducing = self._reducing, None
         gradients = self._gradients
-        reduced = gradients.finish()
+        with self._naming_failures("reduction of the gradients"):
+            reduced = gradients.finish()
         # With a gradient for everything here, no rank found one unused: nothing to look up.
         all_here = len(used_here) == len(self.managed)
         unused = set() if all_here else gradients.unused(reduced)
