@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import RaggedShard
 from vescale.dtensor.tensor import make_ragged, ragged_spec, set_local
-from vescale.fsdp._torch_compat import gradient_hooks, post_accumulate_hooks
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.gradients import GradientBuffer
 from vescale.fsdp.granularity import local_units
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
 from vescale.fsdp.saved_tensors import unwatch, watch
+from vescale.fsdp.sharded_gradients import ShardedGradients
 
 
 class State(enum.Enum):
@@ -64,7 +64,7 @@ class ParamGroup:
         self.weights: DBuffer | None = None
         self._gradients: GradientBuffer | None = None
         self._reducing: set[int] | None = None
-        self._reduced: tuple[weakref.ref, list[weakref.ref]] | None = None
+        self._results = ShardedGradients(self.managed)
         self._version = -1
         self._expected = 0  # how many parameters require a gradient
         self._arrived: set[int] = set()  # whose gradient came since the last reduction or backward
@@ -77,8 +77,8 @@ class ParamGroup:
         takes their values. Gradients that wait for a reduction are not copied.
         """
         fresh = copy.copy(self)
-        fresh._clear()
         fresh.managed = managed
+        fresh._clear()
         fresh.weights = fresh._new_weights(self.weights.device, self.dtype)
         fresh.weights.allocate_shard()
         if not self.weights.shard.is_meta:
@@ -147,7 +147,7 @@ class ParamGroup:
                 "gradient accumulation (a backward with gradient sync, or reset_iter_state()) "
                 "before moving or casting the model."
             )
-        self._reduced = None  # torch swaps no tensor that has a weak reference
+        self._results.forget()  # torch swaps no tensor that has a weak reference
 
     def adopt_moved(self) -> None:
         """Bring the buffer back under parameters that ``Module._apply`` moved or cast.
@@ -175,7 +175,8 @@ class ParamGroup:
             self.reduce_dtype = self.policy.reduce_dtype or self.param_dtype
         self.weights = self._new_weights(device, dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
-        self._gradients = self._reduced = None
+        self._gradients = None
+        self._results.forget()
         for item, local, view in zip(self.managed, locals_, views, strict=True):
             if not local.is_meta:
                 view.copy_(local)
@@ -340,52 +341,8 @@ class ParamGroup:
         all_here = len(used_here) == len(self.managed)
         unused = set() if all_here else gradients.unused(reduced)
         reduced = reduced.to(self.dtype)
-        if unused or not self._accumulate_whole(reduced):
-            self._accumulate_each(reduced, unused)
-        for index, item in enumerate(self.managed):
-            if index not in unused:
-                for hook in post_accumulate_hooks(item.sharded):
-                    hook(item.sharded)
-
-    def _accumulate_whole(self, reduced: torch.Tensor) -> bool:
-        """Add to the last result as one buffer, if the parameters still hold all of it."""
-        if self._reduced is None:
-            return False
-        buffer = self._reduced[0]()
-        intact = buffer is not None and all(
-            item.sharded.grad is not None
-            and item.sharded.grad is grad()
-            and not gradient_hooks(item.sharded)
-            for item, grad in zip(self.managed, self._reduced[1], strict=True)
-        )
-        if not intact:
-            self._reduced = None
-            return False
-        buffer.add_(reduced)
-        return True
-
-    def _accumulate_each(self, reduced: torch.Tensor, unused: set[int]) -> None:
-        fresh = not unused
         views = self.weights.shard_views(reduced[: self.plan.shard_numel])
-        for index, (item, view) in enumerate(zip(self.managed, views, strict=True)):
-            if index in unused:
-                continue
-            sharded = item.sharded
-            grad = make_ragged(view, item.spec)
-            for hook in gradient_hooks(sharded):
-                replaced = hook(grad)
-                grad = grad if replaced is None else replaced
-            if sharded.grad is None:
-                sharded.grad = grad
-            else:
-                fresh = False
-                with torch.no_grad():
-                    sharded.grad += grad
-        self._reduced = None
-        if fresh:
-            # Weak: zero_grad() must free the memory.
-            grads = [weakref.ref(item.sharded.grad) for item in self.managed]
-            self._reduced = (weakref.ref(reduced), grads)
+        self._results.add(reduced, views, unused)
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Return to the state before a forward: nothing under way, nothing gathered.
