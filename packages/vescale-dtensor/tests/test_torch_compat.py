@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each private name of torch does what _torch_compat says of it, on the installed version."""
 
+import inspect
 import subprocess
 import sys
 import weakref
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
+import vescale.dtensor
 from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, _torch_compat, zeros
 from vescale.dtensor.spec import make_spec
@@ -62,6 +64,18 @@ def test_implicit_replication_is_seen():
         assert _torch_compat.implicit_replication_enabled() is True
 
 
+def test_from_local_takes_grad_placements_where_torch_does(fake_group):
+    fake_group(2)
+    mesh, local = init_device_mesh(DEVICE, (2,)), torch.ones(2, device=DEVICE)
+    assert _torch_compat.from_local(local, mesh, [Shard(0)], run_check=False).shape == (4,)
+    grad_placements = [Replicate()]
+    if "grad_placements" in inspect.signature(_torch_compat.TorchDTensor.from_local).parameters:
+        _torch_compat.from_local(local, mesh, [Shard(0)], grad_placements=grad_placements)
+    else:
+        with pytest.raises(NotImplementedError, match=r"grad_placements=.*needs torch 2\.13"):
+            _torch_compat.from_local(local, mesh, [Shard(0)], grad_placements=grad_placements)
+
+
 def test_foreach_is_chosen_for_our_class_and_set_once():
     for types in (_torch_compat._optimizer_types, _torch_compat._clip_types):
         assert types.count(DTensor) == 1
@@ -82,7 +96,7 @@ def test_operators_reach_our_dispatch(fake_group):
     with pytest.raises(NotImplementedError, match="redistribute"):
         x.cumsum(0)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert (_torch_compat.enable_subclass_dispatch(DTensor) is None) == (version >= (2, 12))
+    assert (vescale.dtensor._dispatch_rules is None) == (version >= (2, 12))
 
 
 def test_replace_tensor_impl_keeps_the_object_and_its_hooks():

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one home of torch's private names; each comment says on which version it was checked."""
 
+import inspect
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import _mesh_resources  # checked on 2.13: get_current_mesh()
@@ -23,6 +25,7 @@ __all__ = [
     "enable_foreach",
     "enable_subclass_dispatch",
     "foreach_norm",
+    "from_local",
     "implicit_replication_enabled",
     "kernel",
     "reduce_scatter_single",
@@ -43,6 +46,22 @@ foreach_norm = torch._foreach_norm
 # Public, under two names: 2.13 renamed them and warns on the old ones.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+_from_local_options = inspect.signature(TorchDTensor.from_local).parameters
+
+
+def from_local(local, mesh, placements, *, grad_placements=None, **options) -> TorchDTensor:
+    """Call torch's ``from_local``, which on 2.11 has no ``grad_placements``."""
+    if grad_placements is not None:
+        if "grad_placements" not in _from_local_options:
+            raise NotImplementedError(
+                f"from_local(grad_placements={tuple(grad_placements)}) with plain placements "
+                f"needs torch 2.13, and this is {torch.__version__}; leave it out, and "
+                "redistribute the gradient."
+            )
+        options["grad_placements"] = grad_placements
+    return TorchDTensor.from_local(local, mesh, placements, **options)
 
 
 def current_mesh():

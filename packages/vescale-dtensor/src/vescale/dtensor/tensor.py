@@ -17,6 +17,7 @@ from vescale.dtensor._torch_compat import (
     DTensorSpec,
     TorchDTensor,
     current_mesh,
+    from_local,
     replace_tensor_impl,
     wrap,
 )
@@ -116,7 +117,7 @@ class DTensor(TorchDTensor):
         ndim = len(shape) if shape is not None else local_tensor.ndim
         placements = normalize_placements(placements, mesh, ndim)
         if ragged_axis(placements) is None:
-            plain = TorchDTensor.from_local(
+            plain = from_local(
                 local_tensor,
                 mesh,
                 placements,

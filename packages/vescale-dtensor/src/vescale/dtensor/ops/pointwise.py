@@ -17,7 +17,7 @@ from vescale.dtensor.spec import layout_of, replicated_spec
 
 aten = torch.ops.aten
 
-# Elementwise operators that torch (checked on 2.13) does not tag pointwise.
+# Elementwise operators that torch (checked on 2.11, 2.13 and 2.15) does not tag pointwise.
 LIKE_POINTWISE = {
     aten.alias.default,
     aten.clone.default,
@@ -27,6 +27,7 @@ LIKE_POINTWISE = {
     aten.lift_fresh.default,
     aten.ones_like.default,
     aten.zeros_like.default,
+    aten._conj_physical.default,
     aten._to_copy.default,
     aten.complex.default,
     aten.elu_backward.default,
@@ -37,6 +38,7 @@ LIKE_POINTWISE = {
     aten.hardswish.default,
     aten.hardswish_backward.default,
     aten.hardtanh_backward.default,
+    aten.leaky_relu.default,
     aten.leaky_relu_backward.default,
     aten.masked_fill.Tensor,
     aten.polar.default,
