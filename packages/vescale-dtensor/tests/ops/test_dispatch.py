@@ -70,7 +70,8 @@ def test_every_elementwise_operator_is_told_from_the_others_by_its_name(fake_gro
     for operator, handler in {
         aten.rrelu.default: _refuse,
         aten.rrelu_.default: _refuse,
-        aten._foreach_mm.default: _refuse,
+        **({aten._foreach_mm.default: _refuse} if hasattr(aten, "_foreach_mm") else {}),
+        aten._foreach_add.Scalar_out: _refuse,
         aten._fused_dropout.default: _refuse,
         aten._fused_rms_norm.default: _refuse,
         aten.bernoulli.p: _refuse,

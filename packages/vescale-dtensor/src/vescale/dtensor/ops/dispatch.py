@@ -66,11 +66,12 @@ def _classify(func):
         return _refuse
     name = func._schema.name.removeprefix("aten::")
     inplace = name.endswith("_") and not name.endswith("__")
+    writes_out = any(argument.is_out for argument in func._schema.arguments)
     if name in _FUSED or (name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE):
-        return foreach_inplace if inplace else foreach
+        return _refuse if writes_out else foreach_inplace if inplace else foreach
     if not (_is_pointwise(func) or (inplace and _is_pointwise(_functional(func, name[:-1])))):
         return _refuse
-    if any(argument.is_out for argument in func._schema.arguments):
+    if writes_out:
         return pointwise_out
     return pointwise_inplace if inplace else pointwise
 
