@@ -181,14 +181,6 @@ def _derive_shape(
     return (local.shape[0] // units * sum(ragged.local_units), *local.shape[1:])
 
 
-def _replicate_rank0(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    flat = local.detach().reshape(-1).clone()
-    for axis, placement in enumerate(spec.placements):
-        if placement == Replicate():
-            dist.broadcast(flat, group_src=0, group=spec.mesh.get_group(axis))
-    return flat.requires_grad_(local.requires_grad)
-
-
 def _replicate_rank0(flat: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     flat = flat.clone()
     for axis, placement in enumerate(spec.placements):
