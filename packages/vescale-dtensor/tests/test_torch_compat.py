@@ -64,6 +64,25 @@ def test_implicit_replication_is_seen():
         assert _torch_compat.implicit_replication_enabled() is True
 
 
+def test_list_kernels_do_what_their_operators_do():
+    aten = torch.ops.aten
+    assert _torch_compat.list_kernel(aten._foreach_add_.List) is torch._foreach_add_
+    assert _torch_compat.list_kernel(aten._fused_adamw_.default) is torch._fused_adamw_
+    assert _torch_compat.list_kernel(aten.add.Tensor) is torch.add
+    lists = [torch.ones(2), torch.ones(0)], [torch.full((2,), 3.0), torch.ones(0)]
+    for operator, args in (
+        (aten._foreach_add.Scalar, (2,)),
+        (aten._foreach_add.List, (lists[1],)),
+        (aten._foreach_add.ScalarList, ([2, 3],)),
+        (aten._foreach_add.Tensor, (torch.tensor(2.0),)),
+        (aten._foreach_lerp.Scalar, (lists[1], 0.25)),
+        (aten._foreach_addcdiv.ScalarList, (lists[1], lists[1], [0.5, 0.25])),
+        (aten._foreach_addcmul.Tensor, (lists[1], lists[1], torch.tensor([0.5, 0.25]))),
+    ):
+        found = _torch_compat.list_kernel(operator)(lists[0], *args)
+        torch.testing.assert_close(found, operator(lists[0], *args), rtol=0, atol=0)
+
+
 def test_from_local_takes_grad_placements_where_torch_does(fake_group):
     fake_group(2)
     mesh, local = init_device_mesh(DEVICE, (2,)), torch.ones(2, device=DEVICE)

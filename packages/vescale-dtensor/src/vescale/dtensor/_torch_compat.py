@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one home of torch's private names; each comment says on which version it was checked."""
 
+import functools
 import inspect
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "from_local",
     "implicit_replication_enabled",
     "kernel",
+    "list_kernel",
     "reduce_scatter_single",
     "replace_tensor_impl",
     "spec_with_meta",
@@ -77,6 +79,16 @@ def implicit_replication_enabled() -> bool:
 def kernel(operator):
     """Return what ``operator(...)`` forwards to, a third faster to call. Checked on 2.13."""
     return getattr(operator, "_op", operator)
+
+
+@functools.cache
+def list_kernel(operator):
+    """Return torch's Python function of a ``_foreach_`` or ``_fused_`` operator, else the operator.
+
+    The function reads lists of tensors in half the time. Checked on 2.13.
+    """
+    name = operator._schema.name.removeprefix("aten::")
+    return getattr(torch, name, None) or kernel(operator)
 
 
 def enable_foreach(cls: type) -> None:

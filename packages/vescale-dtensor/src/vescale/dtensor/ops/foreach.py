@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators on lists of tensors: what foreach and fused optimizers call."""
 
-from operator import attrgetter, is_
-
 import torch
 
-from vescale.dtensor._torch_compat import TorchDTensor, kernel, wrap
+from vescale.dtensor._torch_compat import TorchDTensor, list_kernel, wrap
 from vescale.dtensor.ops.operands import alike, local_operand, rewrap, unsupported
 from vescale.dtensor.spec import layout_of
-
-_spec, _local = attrgetter("_spec"), attrgetter("_local_tensor")
-_ndim = attrgetter("ndim")
-_layout, _pending = attrgetter("_vescale_layout"), attrgetter("pending")
 
 
 def foreach(func, args, kwargs, ref):
     """Run a list operator on local parts; results are laid out like the first list."""
     first = _first_list(args)
-    out = kernel(func)(*_local_args(func, args, first), **_local_kwargs(func, kwargs))
+    out = list_kernel(func)(*_local_args(func, args, first), **_local_kwargs(func, kwargs))
     return [_rewrap(part, x) for part, x in zip(out, first, strict=True)]
 
 
 def foreach_inplace(func, args, kwargs, ref):
     """Run a list operator in place on the local parts of its arguments."""
-    kernel(func)(*_local_args(func, args, args[0]), **_local_kwargs(func, kwargs))
+    list_kernel(func)(*_local_args(func, args, args[0]), **_local_kwargs(func, kwargs))
 
 
 def _rewrap(part, x):
@@ -54,10 +48,9 @@ def _local_args(func, args, first):
 def _split_first(func, first):
     """Return the specs (None for plain tensors) and the local parts of the leading list."""
     try:
-        specs = list(map(_spec, first))
-        layouts = list(map(_layout, specs))
-        if all(layouts) and not any(map(_pending, layouts)):  # the usual case, at C speed
-            return specs, list(map(_local, first))
+        specs = [x._spec for x in first]
+        if True not in [spec._vescale_layout.pending for spec in specs]:  # usual, so in a hurry
+            return specs, [x._local_tensor for x in first]
     except AttributeError:
         pass
     for x in first:
@@ -70,8 +63,8 @@ def _split_first(func, first):
 def _row(func, row, first, specs):
     """Return the local parts of ``row``, each in the layout of its neighbour in ``first``."""
     try:
-        if len(row) == len(specs) and all(map(is_, map(_spec, row), specs)):
-            return list(map(_local, row))
+        if [x._spec for x in row] == specs:  # mostly the very same objects
+            return [x._local_tensor for x in row]
     except AttributeError:  # scalars or plain tensors among them
         pass
     if _are_scalars(row):
@@ -90,7 +83,7 @@ def _are_scalars(row):
     """Tell whether a list has numbers or plain 0-dim tensors only, such as steps."""
     types = set(map(type, row))
     if types <= {torch.Tensor}:
-        return not any(map(_ndim, row))
+        return not any(x.ndim for x in row)
     return types <= {float, int, complex, bool}
 
 

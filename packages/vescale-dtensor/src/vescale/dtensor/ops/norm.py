@@ -81,14 +81,19 @@ def norms(
         values = _local_norms(mine, order, wide)
         if mesh is not None and not values.is_meta and mesh.get_coordinate() is not None:
             values = _combine(values, order, mesh, [split_axes(specs[i]) for i in members])
-        results = [dtype] if dtype else [kind.to_real() for kind in dtypes]
-        if len(results) == 1:
-            values = values.to(results[0])
-        for i, value in zip(members, values.unbind(), strict=True):
-            out[i] = value if len(results) == 1 else value.to(parts[i].dtype.to_real())
+        real = {kind: dtype or kind.to_real() for kind in dtypes}
+        if len(set(real.values())) == 1:
+            values = values.to(real[mine[0].dtype])
+        if mesh is not None:  # one spec for all
+            home = specs[members[0]]
+            lifted = {kind: replicated_spec(home, (), (), kind) for kind in real.values()}
+        for i, part, value in zip(members, mine, values.unbind(), strict=True):
+            kind = real[part.dtype]
+            if value.dtype is not kind:
+                value = value.to(kind)
             if mesh is not None:
-                spec = replicated_spec(specs[members[0]], (), (), out[i].dtype)
-                out[i] = wrap(type(ref), out[i], spec, requires_grad=False)
+                value = wrap(type(ref), value, lifted[kind], requires_grad=False)
+            out[i] = value
     return out
 
 

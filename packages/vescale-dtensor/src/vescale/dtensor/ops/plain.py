@@ -84,17 +84,29 @@ def _local(a):
 
 
 def _run_torch(cls, func, args, kwargs):
-    stand_ins = {}  # id of torch's tensor -> (torch's tensor, ours)
-    lowered = [_lower(a, stand_ins) for a in args]
+    stand_ins = []  # (torch's tensor, ours)
+    lowered = []
+    for a in args:
+        if type(a) is cls:  # inline: the usual case
+            x = wrap(TorchDTensor, a._local_tensor, a._spec, requires_grad=False)
+            stand_ins.append((x, a))
+            lowered.append(x)
+        else:
+            lowered.append(_lower(a, stand_ins))
     if kwargs:
         kwargs = {name: _lower(value, stand_ins) for name, value in kwargs.items()}
     out = kernel(func)(*lowered, **kwargs)
-    for x, ours in stand_ins.values():  # an in-place operator may change the placements
+    for x, ours in stand_ins:  # an in-place operator may change the placements
         if ours._spec is not x._spec:
             ours._spec = x._spec
         if ours._local_tensor is not x._local_tensor:
             ours._local_tensor = x._local_tensor
-    return _lift(cls, out, stand_ins)
+    if type(out) is TorchDTensor:
+        for x, ours in stand_ins:
+            if x is out:  # an in-place or out= operator returns its argument
+                return ours
+        return wrap(cls, out._local_tensor, out._spec, requires_grad=False)
+    return _lift(cls, out, {id(x): ours for x, ours in stand_ins})
 
 
 def _lower(a, stand_ins):
@@ -102,13 +114,15 @@ def _lower(a, stand_ins):
         if type(a) is TorchDTensor:
             return a
         x = wrap(TorchDTensor, a._local_tensor, a._spec, requires_grad=False)
-        stand_ins[id(x)] = (x, a)
+        stand_ins.append((x, a))
         return x
     return type(a)(_lower(b, stand_ins) for b in a) if type(a) in (list, tuple) else a
 
 
-def _lift(cls, out, stand_ins):
+def _lift(cls, out, known):
     if type(out) is TorchDTensor:
-        known = stand_ins.get(id(out))  # an in-place or out= operator returns its argument
-        return known[1] if known else wrap(cls, out._local_tensor, out._spec, requires_grad=False)
-    return type(out)(_lift(cls, x, stand_ins) for x in out) if type(out) in (list, tuple) else out
+        found = known.get(id(out))
+        return (
+            wrap(cls, out._local_tensor, out._spec, requires_grad=False) if found is None else found
+        )
+    return type(out)(_lift(cls, x, known) for x in out) if type(out) in (list, tuple) else out
