@@ -135,8 +135,6 @@ def check_mistakes(rank, world_size):
     x = distribute(whole, mesh, [RaggedShard((0,), UNITS[world_size][1])])
     ragged = [RaggedShard((0,), UNITS[world_size][0])]
     with CommDebugMode() as mode:
-        with pytest.raises(NotImplementedError, match="async_op"):
-            x.redistribute(mesh, ragged, async_op=True)
         with pytest.raises(NotImplementedError, match="another mesh"):
             x.redistribute(init_device_mesh(DEVICE, (world_size, 1)), ragged)
         with pytest.raises(RuntimeError, match="becomes Partial only by an operator"):

@@ -135,3 +135,22 @@ def test_importing_prints_nothing_and_needs_no_process_group():
     code = "import warnings; warnings.simplefilter('error'); import vescale.dtensor"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_wrapper_has_metadata_and_no_memory():
+    class Wrapper(_torch_compat.AsyncCollectiveTensor):
+        @staticmethod
+        def __new__(cls, like):
+            return _torch_compat.make_wrapper(
+                cls, like.shape, strides=like.stride(), dtype=like.dtype, device="cpu"
+            )
+
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("no operator was called")
+
+    wrapper = Wrapper(torch.empty(3, 2, dtype=torch.bfloat16, device="meta"))
+    assert (wrapper.shape, wrapper.dtype) == ((3, 2), torch.bfloat16)
+    assert wrapper.device.type == "cpu"
+    found = _torch_compat.tree_map_only(Wrapper, lambda w: w.shape, ([wrapper], {"x": 1}))
+    assert found == ([wrapper.shape], {"x": 1})
+    assert {"wait", "trigger_wait"} <= set(dir(_torch_compat.AsyncCollectiveTensor))

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale.dtensor._torch_compat import enable_foreach, enable_subclass_dispatch
 from vescale.dtensor.factory import distribute_tensor, empty, full, ones, rand, randn, zeros
+from vescale.dtensor.many import redistribute_many
 from vescale.dtensor.placement import RaggedShard, _StridedRaggedShard, is_ragged_shard
 from vescale.dtensor.tensor import DTensor
 
@@ -29,6 +30,7 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "redistribute_many",
     "zeros",
 ]
 

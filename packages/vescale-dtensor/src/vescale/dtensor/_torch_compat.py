@@ -6,6 +6,9 @@ import inspect
 
 import torch
 import torch.distributed as dist
+
+# Checked on 2.13: the type that torch's code knows to wait for, by ``wait`` or ``trigger_wait``.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import _mesh_resources  # checked on 2.13: get_current_mesh()
 from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -17,7 +20,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
+# Checked on 2.13: (type, function, tree) maps the leaves of that type; torch's documentation of
+# wrapper subclasses uses it.
+from torch.utils._pytree import tree_map_only
+
 __all__ = [
+    "AsyncCollectiveTensor",
     "DTensorSpec",
     "TensorMeta",
     "TorchDTensor",
@@ -30,9 +38,11 @@ __all__ = [
     "implicit_replication_enabled",
     "kernel",
     "list_kernel",
+    "make_wrapper",
     "reduce_scatter_single",
     "replace_tensor_impl",
     "spec_with_meta",
+    "tree_map_only",
     "wrap",
 ]
 
@@ -41,6 +51,9 @@ __all__ = [
 # tensor; fills the slots ``_local_tensor`` and ``_spec``.
 wrap = TorchDTensor.__new__
 
+
+# Checked on 2.13: (cls, size, *, strides, dtype, device) makes a tensor without memory.
+make_wrapper = torch.Tensor._make_wrapper_subclass
 
 # Checked on 2.13: (tensors, ord, dtype) -> list of norms.
 foreach_norm = torch._foreach_norm
@@ -68,7 +81,12 @@ def from_local(local, mesh, placements, *, grad_placements=None, **options) -> T
 
 def current_mesh():
     """Return the mesh of the innermost ``with mesh:`` block."""
-    return _mesh_resources.get_current_mesh()
+    try:
+        return _mesh_resources.get_current_mesh()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "there is no current mesh: pass device_mesh=, or make this call inside `with mesh:`."
+        ) from error
 
 
 def implicit_replication_enabled() -> bool:

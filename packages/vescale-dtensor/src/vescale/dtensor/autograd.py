@@ -13,7 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
-from vescale.dtensor.redistribute import gradient_placements, redistribute_local
+from vescale.dtensor.redistribute import (
+    gradient_placements,
+    redistribute_local,
+    start_redistribute,
+)
 from vescale.dtensor.spec import (
     layout_of,
     make_spec,
@@ -28,13 +32,15 @@ class Redistribute(torch.autograd.Function):
     """Move to ``placements``; the backward moves the gradient back."""
 
     @staticmethod
-    def forward(ctx, x, placements, forward_dtype, backward_dtype):
+    def forward(ctx, x, placements, forward_dtype, backward_dtype, async_op):
         ctx.cls, ctx.spec, ctx.dtype = type(x), x._spec, x._local_tensor.dtype
         ctx.backward_dtype = backward_dtype
+        ctx.set_materialize_grads(False)
         local, spec = x._local_tensor, x._spec
         if forward_dtype is not None and forward_dtype != local.dtype:
             local, spec = local.to(forward_dtype), spec_with_dtype(spec, forward_dtype)
-        out = redistribute_local(local, spec, placements)  # one side is ragged: row-major
+        move = start_redistribute if async_op else redistribute_local
+        out = move(local, spec, placements)  # one side is ragged: row-major
         if out is x._local_tensor:
             out = out.view_as(out)  # the result must not share autograd's metadata
         out_spec = make_spec(spec.mesh, placements, spec.tensor_meta.shape, out.dtype)
@@ -42,13 +48,15 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None, None
         grad = _ours(grad, ctx.cls)
         placements = gradient_placements(ctx.spec.placements)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
         if grad.placements != placements:
             grad = grad.redistribute(placements=placements)
-        return grad.to(ctx.dtype), None, None, None
+        return grad.to(ctx.dtype), None, None, None, None
 
 
 class ToLocal(torch.autograd.Function):
@@ -103,11 +111,12 @@ class FromTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cls):
         ctx.placements = gradient_placements(x._spec.placements)
+        ctx.set_materialize_grads(False)  # they would be plain tensors
         return wrap(cls, x._local_tensor, x._spec, requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx, grad):
-        if type(grad) is TorchDTensor:
+        if grad is None or type(grad) is TorchDTensor:
             return grad, None
         if layout_of(grad._spec) is not None:  # from an operator with a ragged tensor
             grad = grad.redistribute(placements=ctx.placements)
@@ -120,11 +129,12 @@ class AsTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.cls = type(x)
+        ctx.set_materialize_grads(False)
         return wrap(TorchDTensor, x._local_tensor, x._spec, requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx, grad):
-        return _ours(grad, ctx.cls)
+        return None if grad is None else _ours(grad, ctx.cls)
 
 
 def _ours(grad: TorchDTensor, cls: type) -> TorchDTensor:

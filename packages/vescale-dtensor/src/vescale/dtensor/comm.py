@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.dtensor._torch_compat import all_gather_single, reduce_scatter_single
+from vescale.dtensor.waiting import Pending
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -35,17 +36,29 @@ def exchange(
     flat: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Send ``send[i]`` elements of ``flat`` to rank i; return what arrives, in rank order."""
+    return start_exchange(flat, send, receive, group, async_op=False).wait()
+
+
+def start_exchange(
+    flat: torch.Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    group: dist.ProcessGroup,
+    async_op: bool = True,
+) -> Pending:
+    """Begin an ``exchange``; ``flat`` must not change before it ends."""
     flat = _plain_memory(flat)
     out = flat.new_empty(sum(receive))
     source, target, scale = _carried(flat), _carried(out), _bytes_per_element(flat)
-    dist.all_to_all_single(
+    work = dist.all_to_all_single(
         target,
         source,
         [numel * scale for numel in receive],
         [numel * scale for numel in send],
         group=group,
+        async_op=async_op,
     )
-    return out
+    return Pending([work], lambda: out)
 
 
 def gather(flat: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -54,28 +67,43 @@ def gather(flat: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup) 
     Equal parts go in one all-gather. Else NCCL gathers a list; other backends gather padded parts
     while that at most doubles the payload, and broadcast from every owner beyond.
     """
+    return start_gather(flat, numels, group, async_op=False).wait()
+
+
+def start_gather(
+    flat: torch.Tensor, numels: Sequence[int], group: dist.ProcessGroup, async_op: bool = True
+) -> Pending:
+    """Begin a ``gather``; ``flat`` must not change before it ends."""
     flat = _plain_memory(flat)
     out = flat.new_empty(sum(numels))
     source, target, scale = _carried(flat), _carried(out), _bytes_per_element(flat)
     largest, owners = max(numels), [rank for rank, numel in enumerate(numels) if numel]
     if largest * len(numels) == sum(numels):
-        all_gather_single(target, source, group=group)
-        return out
+        work = all_gather_single(target, source, group=group, async_op=async_op)
+        return Pending([work], lambda: out)
     parts = list(target.split([numel * scale for numel in numels]))
     if len(owners) > 1 and source.is_cuda and "nccl" in dist.get_backend(group):
-        dist.all_gather(parts, source, group=group)
-    elif len(owners) > 1 and largest * len(numels) <= 2 * sum(numels):
+        return Pending(
+            [dist.all_gather(parts, source, group=group, async_op=async_op)], lambda: out
+        )
+    if len(owners) > 1 and largest * len(numels) <= 2 * sum(numels):
         padded = source.new_zeros(largest * scale)
         padded[: source.numel()].copy_(source)
         gathered = source.new_empty(largest * scale * len(numels))
-        all_gather_single(gathered, padded, group=group)
-        for part, row in zip(parts, gathered.view(len(numels), -1), strict=True):
-            part.copy_(row[: part.numel()])
-    else:
-        parts[dist.get_rank(group)].copy_(source)
-        for owner in owners:
-            dist.broadcast(parts[owner], group_src=owner, group=group)
-    return out
+
+        def unpad():
+            for part, row in zip(parts, gathered.view(len(numels), -1), strict=True):
+                part.copy_(row[: part.numel()])
+            return out
+
+        work = all_gather_single(gathered, padded, group=group, async_op=async_op)
+        return Pending([work], unpad)
+    parts[dist.get_rank(group)].copy_(source)
+    works = [
+        dist.broadcast(parts[owner], group_src=owner, group=group, async_op=async_op)
+        for owner in owners
+    ]
+    return Pending(works, lambda: out)
 
 
 def scatter(
@@ -107,27 +135,50 @@ def reduce_scatter(
     Equal parts: one reduce-scatter. A single owner: a reduce to it. Else one all-to-all
     and a local reduction, which sums half types in float32.
     """
+    return start_reduce_scatter(flat, numels, op, group, async_op=False).wait()
+
+
+def start_reduce_scatter(
+    flat: torch.Tensor,
+    numels: Sequence[int],
+    op: str,
+    group: dist.ProcessGroup,
+    async_op: bool = True,
+) -> Pending:
+    """Begin a ``reduce_scatter``; ``flat`` must not change before it ends."""
     flat = _plain_memory(flat)
     rank, world_size = dist.get_rank(group), len(numels)
     owners = [peer for peer, numel in enumerate(numels) if numel]
+    options = {"op": REDUCE_OPS[op], "group": group, "async_op": async_op}
     if len(owners) == world_size and len(set(numels)) == 1:
         out = flat.new_empty(numels[rank])
-        reduce_scatter_single(_as_real(out), _as_real(flat), op=REDUCE_OPS[op], group=group)
-        return out.div_(world_size) if op == "avg" else out
+        work = reduce_scatter_single(_as_real(out), _as_real(flat), **options)
+        return Pending([work], lambda: _averaged(out, op, world_size))
     if len(owners) == 1:
-        out = flat.clone()
-        dist.reduce(_as_real(out), group_dst=owners[0], op=REDUCE_OPS[op], group=group)
-        out = out if rank == owners[0] else out.new_empty(0)
-        return out.div_(world_size) if op == "avg" else out
-    received = exchange(flat, numels, [numels[rank]] * world_size, group)
-    return _reduce_rows(received.view(world_size, numels[rank]), op)
+        whole = flat.clone()
+        work = dist.reduce(_as_real(whole), group_dst=owners[0], **options)
+        out = whole if rank == owners[0] else whole.new_empty(0)
+        return Pending([work], lambda: _averaged(out, op, world_size))
+    exchanged = start_exchange(flat, numels, [numels[rank]] * world_size, group, async_op)
+    return Pending([], lambda: _reduce_rows(exchanged.wait().view(world_size, numels[rank]), op))
 
 
 def all_reduce(flat: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the reduction of ``flat`` over the group, in place where ``flat`` is contiguous."""
+    return start_all_reduce(flat, op, group, async_op=False).wait()
+
+
+def start_all_reduce(
+    flat: torch.Tensor, op: str, group: dist.ProcessGroup, async_op: bool = True
+) -> Pending:
+    """Begin an ``all_reduce``."""
     out = _plain_memory(flat)
-    dist.all_reduce(_as_real(out), op=REDUCE_OPS[op], group=group)
-    return out.div_(dist.get_world_size(group)) if op == "avg" else out
+    work = dist.all_reduce(_as_real(out), op=REDUCE_OPS[op], group=group, async_op=async_op)
+    return Pending([work], lambda: _averaged(out, op, dist.get_world_size(group)))
+
+
+def _averaged(total: torch.Tensor, op: str, world_size: int) -> torch.Tensor:
+    return total.div_(world_size) if op == "avg" else total
 
 
 def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:

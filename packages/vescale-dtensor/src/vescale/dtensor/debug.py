@@ -32,6 +32,11 @@ def visualize_sharding(dtensor: TorchDTensor, header: str = "", use_rich: bool =
     Plain placements are drawn by torch's own function, which needs ``tabulate`` or ``rich`` with
     ``matplotlib``.
     """
+    if not isinstance(dtensor, TorchDTensor):
+        raise TypeError(
+            f"visualize_sharding shows DTensors, got a {type(dtensor).__name__}; make one with "
+            "distribute_tensor first."
+        )
     if layout_of(dtensor._spec) is None:
         plain = dtensor.as_torch() if isinstance(dtensor, DTensor) else dtensor
         torch_visualize_sharding(plain, header=header, use_rich=use_rich)
@@ -50,8 +55,14 @@ def visualize_sharding(dtensor: TorchDTensor, header: str = "", use_rich: bool =
 def sharding_table(dtensor: TorchDTensor) -> str:
     """Return a table of the part of every rank of a ragged tensor, without communication.
 
-    A part is a list of boxes in Python's slice notation; ``elements`` counts them.
+    A part is a list of boxes in Python's slice notation; ``elements`` counts them. Raises
+    ValueError for plain placements.
     """
+    if layout_of(dtensor._spec) is None:
+        raise ValueError(
+            f"sharding_table shows ragged tensors, got one of {dtensor.placements}; use "
+            "visualize_sharding."
+        )
     rows = [("rank", "coordinate", "elements", "part"), *_parts(dtensor)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)

@@ -32,8 +32,14 @@ def distribute_tensor(
 
     Raises ValueError when the placements do not fit the mesh or the shape.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"distribute_tensor got a {type(tensor).__name__}; make a tensor of it first, as with "
+            "torch.tensor()."
+        )
     mesh = device_mesh or current_mesh()
     placements = normalize_placements(placements, mesh, tensor.ndim)
+    _check_source(src_data_rank, mesh)
     if ragged_axis(placements) is None:
         if isinstance(tensor, DTensor):
             tensor = tensor.as_torch()
@@ -65,6 +71,21 @@ def distribute_tensor(
             group = mesh.get_group(layout.axis)
             local = comm.scatter(flat, layout.split_numels, src_data_rank, group)
     return make_ragged(local, spec, tensor.requires_grad)
+
+
+def _check_source(source: int | None, mesh: DeviceMesh) -> None:
+    if source is None:
+        return
+    if not isinstance(source, int):
+        raise TypeError(
+            f"distribute_tensor got src_data_rank={source!r}, but it is an int, or None to take "
+            "every rank's own values."
+        )
+    if not 0 <= source < min(mesh.shape):
+        raise ValueError(
+            f"distribute_tensor got src_data_rank={source}, a rank of each mesh axis, but the axes "
+            f"of {tuple(mesh.shape)} have at least {min(mesh.shape)} ranks each; choose one below."
+        )
 
 
 def _distribute_axis(
@@ -157,7 +178,15 @@ def _read(size: tuple, options: dict) -> tuple:
         raise TypeError(f"unknown options {sorted(options.keys() - known)}; known: {sorted(known)}")
     if options.get("layout", torch.strided) is not torch.strided:
         raise NotImplementedError(f"layout={options['layout']}: a DTensor is torch.strided.")
-    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    try:
+        shape = torch.Size(size)
+    except TypeError as error:
+        raise TypeError(
+            f"got size {size!r}; give the global shape, as ints or as one sequence of ints."
+        ) from error
+    if any(length < 0 for length in shape):
+        raise ValueError(f"got size {tuple(shape)}, but no length of a shape may be negative.")
     mesh = options.get("device_mesh") or current_mesh()
     placements = normalize_placements(options.get("placements"), mesh, len(shape))
     dtype = options.get("dtype") or torch.get_default_dtype()

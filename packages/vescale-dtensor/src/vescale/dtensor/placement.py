@@ -27,11 +27,17 @@ class RaggedShard(Placement):
 
     def __init__(self, dims: Iterable[int], local_units: Iterable[int]) -> None:
         super().__init__()  # the base is C++: is_shard() on an uninitialised one is a crash
-        dims, units = tuple(map(operator.index, dims)), tuple(local_units)
-        total = sum(units)
-        if type(total) is not int:  # asking the sum, not each of perhaps 10,000 units
-            units = tuple(map(operator.index, units))
+        try:
+            dims, units = tuple(map(operator.index, dims)), tuple(local_units)
             total = sum(units)
+            if type(total) is not int:  # asking the sum, not each of perhaps 10,000 units
+                units = tuple(map(operator.index, units))
+                total = sum(units)
+        except TypeError as error:
+            raise TypeError(
+                f"RaggedShard got dims={dims!r} and local_units={local_units!r}, but both are "
+                "sequences of ints, with one unit count per rank, as in RaggedShard((0,), (1, 3))."
+            ) from error
         if dims != tuple(range(len(dims))):
             raise ValueError(
                 f"RaggedShard got dims={dims}, but they must be a prefix (0, ..., k-1) of the "
@@ -77,6 +83,11 @@ class RaggedShard(Placement):
     def split(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
         """Return the flat range ``[start, end)``, in elements, of ``rank`` in ``shape``."""
         self._check_ndim(shape)
+        if not 0 <= rank < len(self.local_units):
+            raise ValueError(
+                f"{self} has units for {len(self.local_units)} ranks, so there is no rank {rank}; "
+                "give the rank on the mesh axis that it cuts over, counted from 0."
+            )
         if self._owner is not None:
             numel = math.prod(shape)
             return (0 if rank <= self._owner else numel), (0 if rank < self._owner else numel)
@@ -139,7 +150,12 @@ class _StridedRaggedShard(RaggedShard):
 
     def __init__(self, dims: Iterable[int], local_units: Iterable[int], split_factor: int) -> None:
         super().__init__(dims, local_units)
-        self.split_factor = operator.index(split_factor)
+        if not isinstance(split_factor, int):
+            raise TypeError(
+                f"_StridedRaggedShard got split_factor={split_factor!r}, but it is an int, the "
+                "size of the later mesh axis; or use RaggedShard, whose layout is the same."
+            )
+        self.split_factor = split_factor
 
     def __eq__(self, other: object) -> bool:
         return super().__eq__(other) and self.split_factor == other.split_factor

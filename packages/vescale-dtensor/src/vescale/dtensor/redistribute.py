@@ -4,24 +4,24 @@
 Everything is checked before the first collective, so a mistake raises on all ranks alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from vescale.dtensor import comm
+from vescale.dtensor import comm, moves
 from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
-from vescale.dtensor.layout import exchange_counts
+from vescale.dtensor.moves import Move, find_move
 from vescale.dtensor.placement import RaggedShard
-from vescale.dtensor.shard_exchange import ragged_to_shard, shard_to_ragged
 from vescale.dtensor.spec import (
-    base_block,
     base_placements,
     layout_of,
+    local_shape,
     make_spec,
     ragged_axis,
     replace,
 )
+from vescale.dtensor.waiting import WaitingTensor, settled
 
 
 def redistribute_local(
@@ -36,18 +36,27 @@ def redistribute_local(
     source, target = tuple(spec.placements), tuple(placements)
     if source == target:
         return local
+    local = settled(local)
     if ragged_axis(source) is None and ragged_axis(target) is None:
         return _redistribute_plain(local, spec, target)
-    _check_move(source, target, local.dtype)
-    target_spec = _respec(spec, target)
-    layout_of(spec), layout_of(target_spec)  # raise now what they would raise later
+    target_spec = check_move(spec, target, local.dtype)
     if spec.mesh.get_coordinate() is None:
         return local
     if local.is_meta:
-        return local.new_empty(_local_shape(target_spec))
+        return local.new_empty(local_shape(target_spec))
     if layout_of(spec) is not None:
         return _from_ragged(local, spec, target_spec)
     return _to_ragged(local, spec, target_spec)
+
+
+def check_move(
+    spec: DTensorSpec, placements: Sequence[Placement], dtype: torch.dtype
+) -> DTensorSpec:
+    """Return the spec of ``placements``, or raise now what the move would raise later."""
+    target_spec = _respec(spec, placements)
+    _check_pair(tuple(spec.placements), target_spec.placements, dtype)
+    layout_of(spec), layout_of(target_spec)
+    return target_spec
 
 
 def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -55,52 +64,94 @@ def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
+def start_redistribute(
+    local: torch.Tensor, spec: DTensorSpec, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """Begin ``redistribute_local``, and return a tensor that waits on its first use.
+
+    ``local`` must not change before. Raises NotImplementedError, before any collective, for a
+    move of several steps.
+    """
+    target_spec = check_move(spec, placements, local.dtype)
+    if (
+        spec.placements == target_spec.placements
+        or local.is_meta
+        or spec.mesh.get_coordinate() is None
+    ):
+        return redistribute_local(local, spec, placements)
+    move = check_async(spec, target_spec)
+    local, group = settled(local), spec.mesh.get_group(move.axis)
+    if move.kind == "local":
+        return moves.run(move, local, group)
+    return waiting(moves.start([move], [local], group)[0], local, target_spec)
+
+
+def check_async(spec: DTensorSpec, target_spec: DTensorSpec) -> Move | None:
+    """Return the one move between two specs (None: nothing changes), or raise that it is more."""
+    if spec.placements == target_spec.placements:
+        return None
+    move = find_move(spec, target_spec)
+    if move is None:
+        raise NotImplementedError(
+            f"moving from {spec.placements} to {target_spec.placements} takes several steps, "
+            "which cannot be asynchronous; use async_op=False, or change one mesh axis at a time."
+        )
+    return move
+
+
+def waiting(
+    finish: Callable[[], torch.Tensor], local: torch.Tensor, target_spec: DTensorSpec
+) -> WaitingTensor:
+    """Return the local tensor of ``target_spec`` that ``finish()`` will make."""
+    like = torch.empty(local_shape(target_spec), dtype=local.dtype, device="meta")
+    return WaitingTensor(finish, like, local.device)
+
+
 def _from_ragged(local: torch.Tensor, spec: DTensorSpec, target_spec: DTensorSpec) -> torch.Tensor:
-    mesh, target, layout = spec.mesh, target_spec.placements, layout_of(spec)
-    axis = layout.axis
+    target = target_spec.placements
     local, spec = _reduce_other_axes(local, spec, target)
     if spec.placements == target:
         return local
-    group, rank = mesh.get_group(axis), mesh.get_local_rank(axis)
-    if replace(target, axis, spec.placements[axis]) == spec.placements:  # only this axis changes
-        if isinstance(target[axis], RaggedShard):
-            new = layout_of(target_spec)
-            if new.split_numels == layout.split_numels:  # other names for the same ranges
-                return local
-            counts = exchange_counts(layout.split_numels, new.split_numels, rank)
-            return comm.exchange(local, *counts, group)
-        if isinstance(target[axis], Shard) and _is_last_cut(target, axis, target[axis]):
-            return ragged_to_shard(local, layout, target[axis].dim, group)
-    base = comm.gather(local, layout.split_numels, group).view(layout.base_shape)
-    return redistribute_local(base, _respec(spec, base_placements(spec.placements)), target)
+    move = find_move(spec, target_spec)
+    if move is not None:
+        return moves.run(move, local, spec.mesh.get_group(move.axis))
+    base = _respec(spec, base_placements(spec.placements))
+    return redistribute_local(_move_one_axis(local, spec, base), base, target)
 
 
 def _to_ragged(local: torch.Tensor, spec: DTensorSpec, target_spec: DTensorSpec) -> torch.Tensor:
-    mesh, source, target, layout = (
-        spec.mesh,
-        spec.placements,
-        target_spec.placements,
-        layout_of(target_spec),
-    )
-    axis, base = layout.axis, base_placements(target)
-    group = mesh.get_group(axis)
+    source, target = spec.placements, target_spec.placements
+    axis = layout_of(target_spec).axis
     if source[axis].is_partial():
         # Reduce-scatter first: the other axes then reduce only this rank's part.
         late = tuple(
             old if old.is_partial() and not new.is_shard() else new
             for old, new in zip(source, target, strict=True)
         )
-        before = replace(late, axis, source[axis])
-        local = _redistribute_plain(local, spec, before)
-        numels = layout.split_numels
-        part = comm.reduce_scatter(local.reshape(-1), numels, source[axis].reduce_op, group)
+        before = _respec(spec, replace(late, axis, source[axis]))
+        local = _redistribute_plain(local, spec, before.placements)
         late_spec = _respec(spec, replace(late, axis, target[axis]))
+        part = _move_one_axis(local, before, late_spec)
         return _reduce_other_axes(part, late_spec, target)[0]
-    if isinstance(source[axis], Shard) and _is_last_cut(target, axis, source[axis]):
-        local = _redistribute_plain(local, spec, replace(base, axis, source[axis]))
-        return shard_to_ragged(local, layout, source[axis].dim, group)
-    local = _redistribute_plain(local, spec, base)
-    return local.reshape(-1)[layout.start : layout.end].clone()
+    base = _respec(spec, base_placements(target))
+    if isinstance(source[axis], Shard):
+        near = _respec(spec, replace(base.placements, axis, source[axis]))
+        move = find_move(near, target_spec)
+        if move is not None:
+            local = _redistribute_plain(local, spec, near.placements)
+            return moves.run(move, local, spec.mesh.get_group(axis))
+    local = _redistribute_plain(local, spec, base.placements)
+    return _move_one_axis(local, base, target_spec)
+
+
+def _move_one_axis(
+    local: torch.Tensor, spec: DTensorSpec, target_spec: DTensorSpec
+) -> torch.Tensor:
+    if spec.placements == target_spec.placements:
+        return local
+    move = find_move(spec, target_spec)
+    assert move is not None, (spec.placements, target_spec.placements)
+    return moves.run(move, local, spec.mesh.get_group(move.axis))
 
 
 def _reduce_other_axes(
@@ -133,30 +184,25 @@ def _redistribute_plain(
     return out.wait() if hasattr(out, "wait") else out  # an async tensor on some versions
 
 
-def _is_last_cut(target: Sequence[Placement], axis: int, shard: Shard) -> bool:
-    """Tell whether ``shard`` on ``axis`` cuts what the other placements left, as ragged does.
-
-    torch cuts one dim from the left-most mesh axis to the right-most.
-    """
-    return shard not in target[axis + 1 :]
-
-
 def _respec(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
     meta = spec.tensor_meta
     return make_spec(spec.mesh, placements, meta.shape, meta.dtype, meta.stride)
 
 
-def _local_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    layout = layout_of(spec)
-    if layout is not None:
-        return (layout.numel,)
-    mesh, shape = spec.mesh, tuple(spec.tensor_meta.shape)
-    return base_block(shape, spec.placements, mesh.shape, mesh.get_coordinate())[0]
+def check_no_new_partial(source: Sequence[Placement], target: Sequence[Placement]) -> None:
+    """Raise RuntimeError for a move to Partial."""
+    for old, new in zip(source, target, strict=True):
+        if new.is_partial() and new != old:
+            raise RuntimeError(
+                f"cannot move from {tuple(source)} to {tuple(target)}: a tensor becomes Partial "
+                "only by an operator; redistribute to Replicate, Shard or RaggedShard."
+            )
 
 
-def _check_move(
+def _check_pair(
     source: Sequence[Placement], target: Sequence[Placement], dtype: torch.dtype
 ) -> None:
+    check_no_new_partial(source, target)
     ops = set()
     for old, new in zip(source, target, strict=True):
         for placement in (old, new):
@@ -167,11 +213,6 @@ def _check_move(
                     f"cannot move from {source} to {target}: {placement} cannot be combined with "
                     "RaggedShard; redistribute to Replicate or Shard first."
                 )
-        if new.is_partial() and new != old:
-            raise RuntimeError(
-                f"cannot move from {source} to {target}: a tensor becomes Partial only by an "
-                "operator; redistribute to Replicate, Shard or RaggedShard."
-            )
         if old.is_partial() and new != old:
             ops.add(old.reduce_op)
     if len(ops) > 1 or not ops <= comm.REDUCE_OPS.keys():

@@ -2,7 +2,7 @@
 """torch's DTensorSpec for ragged placements, and the layout that it implies on this rank."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,7 @@ __all__ = [
     "base_block",
     "base_placements",
     "layout_of",
+    "local_shape",
     "make_spec",
     "normalize_placements",
     "ragged_axis",
@@ -144,8 +145,16 @@ def normalize_placements(
     None means Replicate everywhere. Raises ValueError on a wrong count or dim, TypeError on
     something that is not a placement.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"expected a DeviceMesh, got {mesh!r}; make one with init_device_mesh('cpu', (4,))."
+        )
     if placements is None:
         return (Replicate(),) * mesh.ndim
+    if isinstance(placements, Placement) or not isinstance(placements, Iterable):
+        raise TypeError(
+            f"expected placements, got {placements!r}; give a list, with one per mesh axis."
+        )
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise ValueError(
@@ -154,7 +163,10 @@ def normalize_placements(
         )
     for placement in placements:
         if not isinstance(placement, Placement):
-            raise TypeError(f"expected placements, got {placement!r} in {placements}.")
+            raise TypeError(
+                f"expected placements, got {placement!r} in {placements}; give RaggedShard, "
+                "Shard, Replicate() or Partial(), one per mesh axis."
+            )
     return tuple(_normalize(placement, ndim, placements) for placement in placements)
 
 
@@ -190,6 +202,15 @@ def _layout(mesh: DeviceMesh, placements: tuple, shape: Sequence[int]) -> Layout
     shape, offset = base_block(shape, placements, mesh.shape, coordinate)
     pending = any(placement.is_partial() for placement in base)
     return make_layout(ragged, axis, shape, offset, coordinate[axis], pending)
+
+
+def local_shape(spec: DTensorSpec) -> tuple[int, ...]:
+    """Return the shape of this rank's local tensor; one-dimensional for a ragged placement."""
+    layout = layout_of(spec)
+    if layout is not None:
+        return (layout.numel,)
+    mesh, shape = spec.mesh, tuple(spec.tensor_meta.shape)
+    return base_block(shape, spec.placements, mesh.shape, mesh.get_coordinate())[0]
 
 
 def base_block(

@@ -30,6 +30,7 @@ from vescale.dtensor.spec import (
     spec_with_dtype,
     without_caches,
 )
+from vescale.dtensor.waiting import WaitingTensor, settled
 
 __all__ = ["DTensor", "adopt", "make_ragged", "ragged_spec", "set_local"]
 
@@ -70,7 +71,7 @@ class DTensor(TorchDTensor):
     def __getstate__(self):
         # What a spec caches is derived, and no safe global of torch.load.
         spec = without_caches(self._spec)
-        return self.__dict__, {"_local_tensor": self._local_tensor, "_spec": spec}
+        return self.__dict__, {"_local_tensor": settled(self._local_tensor), "_spec": spec}
 
     def __deepcopy__(self, memo: dict) -> "DTensor":
         # torch's own looks for a storage, and finds none behind a view of a buffer.
@@ -113,6 +114,11 @@ class DTensor(TorchDTensor):
 
         Raises ValueError when the part does not fit, or ``shape`` is needed.
         """
+        if not isinstance(local_tensor, torch.Tensor):
+            raise TypeError(
+                f"from_local got a {type(local_tensor).__name__}; make a tensor of it first, as "
+                "with torch.tensor()."
+            )
         mesh = device_mesh or current_mesh()
         ndim = len(shape) if shape is not None else local_tensor.ndim
         placements = normalize_placements(placements, mesh, ndim)
@@ -137,9 +143,11 @@ class DTensor(TorchDTensor):
         As on torch 2.13 the part of an ``nn.Parameter`` is an ``nn.Parameter``.
         """
         local = self._local_tensor
+        if type(local) is WaitingTensor:
+            local = self._local_tensor = local.wait()
         if torch.is_grad_enabled():  # a new object: autograd writes its metadata into it
             if self.requires_grad:
-                local = autograd.ToLocal.apply(self, _as_tuple(grad_placements))
+                local = autograd.ToLocal.apply(self, grad_placements)
             else:
                 local = local.view_as(local)
         if getattr(self, "_is_param", False) and not getattr(local, "_is_param", False):
@@ -172,9 +180,12 @@ class DTensor(TorchDTensor):
         that of the collective in the backward pass, whose result has this tensor's dtype.
         The backward of a move is the move back; the gradient of a Partial is Replicate.
 
-        Raises NotImplementedError for another mesh, and for ``async_op=True`` when one of the
-        placements is ragged; ValueError, RuntimeError and NotImplementedError for moves that do
-        not exist, before any collective.
+        With ``async_op=True`` the collective has only begun; the first use of the result's
+        values, ``to_local()`` included, waits for it. This tensor must not change before.
+
+        Raises NotImplementedError for another mesh, and for ``async_op=True`` when the move takes
+        several dependent steps; ValueError, RuntimeError and NotImplementedError for moves that
+        do not exist, before any collective.
         """
         mesh = self._spec.mesh
         if placements is None:
@@ -184,6 +195,9 @@ class DTensor(TorchDTensor):
                 f"cannot redistribute from {mesh} to another mesh, {device_mesh}; use "
                 "full_tensor() and distribute_tensor()."
             )
+        for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"redistribute() got {name}={dtype!r}; give a torch.dtype or None.")
         target = normalize_placements(placements, mesh, self.ndim)
         if layout_of(self._spec) is None and ragged_axis(target) is None:
             moved = self.as_torch().redistribute(
@@ -194,11 +208,7 @@ class DTensor(TorchDTensor):
                 backward_dtype=backward_dtype,
             )
             return autograd.FromTorch.apply(moved, type(self))
-        if async_op:
-            raise NotImplementedError(
-                "redistribute(async_op=True) is not available for RaggedShard; use async_op=False."
-            )
-        return autograd.Redistribute.apply(self, target, forward_dtype, backward_dtype)
+        return autograd.Redistribute.apply(self, target, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the whole tensor on every rank; differentiable, collective."""
@@ -217,7 +227,10 @@ class DTensor(TorchDTensor):
             )
         if torch.is_grad_enabled() and self.requires_grad:
             return autograd.AsTorch.apply(self)
-        return wrap(TorchDTensor, self._local_tensor, self._spec, requires_grad=False)
+        local = self._local_tensor
+        if local.requires_grad:  # made by from_local of a tensor with a gradient
+            local = local.detach()
+        return wrap(TorchDTensor, local, self._spec, requires_grad=False)
 
     def __create_write_items__(self, fqn: str, object: object) -> list:
         if layout_of(self._spec) is None:
@@ -279,7 +292,3 @@ def set_local(dtensor: DTensor, local_flat: torch.Tensor) -> None:
         else:  # torch's .data assignment refuses to leave or enter meta
             replace_tensor_impl(dtensor, fresh)
     dtensor._local_tensor, dtensor._spec = local_flat, spec
-
-
-def _as_tuple(placements: Sequence[Placement] | None) -> tuple[Placement, ...] | None:
-    return None if placements is None else tuple(placements)
