@@ -14,14 +14,19 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / "packages"
 DTENSOR = "vescale-dtensor/src/vescale/dtensor"
 FSDP = "vescale-fsdp/src/vescale/fsdp"
-MODULES = ("vescale.fsdp.fully_shard", "vescale.fsdp.module", "vescale.fsdp.schedule")
+ENTRY = ("vescale.fsdp.fully_shard", "vescale.fsdp.module", "vescale.fsdp.copying")
+MODULES = (*ENTRY, "vescale.fsdp.unit", "vescale.fsdp.schedule")
+PARAMETERS = ("vescale.fsdp.param_group", *MODULES)
 FORBIDDEN = {
     DTENSOR: ("vescale.fsdp", "vescale.legacy"),
     f"{DTENSOR}/layout.py": ("torch", "numpy"),
     FSDP: ("vescale.legacy",),
-    f"{FSDP}/dbuffer.py": ("torch.nn", "vescale.dtensor", "vescale.fsdp.param_group", *MODULES),
-    f"{FSDP}/gradients.py": ("torch.nn", "vescale.dtensor", "vescale.fsdp.param_group", *MODULES),
+    f"{FSDP}/dbuffer.py": ("torch.nn", "vescale.dtensor", *PARAMETERS),
+    f"{FSDP}/gradients.py": ("torch.nn", "vescale.dtensor", *PARAMETERS),
+    f"{FSDP}/managed.py": PARAMETERS,
+    f"{FSDP}/sharded_gradients.py": PARAMETERS,
     f"{FSDP}/param_group.py": MODULES,
+    f"{FSDP}/unit.py": ENTRY,
     f"{FSDP}/optim": MODULES,
 }
 # Integers only: these import the standard library and each other, so that a layout question is
