@@ -153,8 +153,9 @@ class Layout:
         """Return one line: groups, elements, bytes per rank and padding of the whole model."""
         if not self.groups:
             return "No parameter group: nothing is sharded."
+        noun = "group" if len(self.groups) == 1 else "groups"
         return (
-            f"{len(self.groups)} groups, {self.numel:,} elements, "
+            f"{len(self.groups)} {noun}, {self.numel:,} elements, "
             f"{readable(self.nbytes_per_rank)} per rank, padding {self.padding:.2%}"
         )
 
