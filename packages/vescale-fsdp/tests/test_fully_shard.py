@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -108,8 +110,10 @@ def check_against_fsdp2(rank, world_size):
         ours, theirs = Two().to(DEVICE), Two().to(DEVICE)
         theirs.load_state_dict(ours.state_dict())
         mesh = init_device_mesh(DEVICE, (world_size,))
+        # From torch 2.15 on, FSDP2 reduces in the dtype of the sharded gradient unless told.
+        told = replace(policy, reduce_dtype=policy.reduce_dtype or policy.param_dtype)
         for part in (theirs.block, theirs):
-            fsdp2_fully_shard(part, mesh=mesh, mp_policy=policy)
+            fsdp2_fully_shard(part, mesh=mesh, mp_policy=told)
         for part in (ours.block, ours):
             fully_shard(part, mesh=mesh, mp_policy=policy)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
