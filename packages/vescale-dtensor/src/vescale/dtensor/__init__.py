@@ -8,7 +8,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from vescale.dtensor._torch_compat import enable_foreach, enable_subclass_dispatch
+from vescale.dtensor._torch_compat import (
+    DTensorSpec,
+    TensorMeta,
+    _StridedShard,
+    enable_foreach,
+    enable_subclass_dispatch,
+)
 from vescale.dtensor.factory import distribute_tensor, empty, full, ones, rand, randn, zeros
 from vescale.dtensor.many import redistribute_many
 from vescale.dtensor.placement import RaggedShard, _StridedRaggedShard, is_ragged_shard
@@ -16,12 +22,17 @@ from vescale.dtensor.tensor import DTensor
 
 __all__ = [
     "DTensor",
+    "DTensorSpec",
     "DeviceMesh",
     "Partial",
     "Placement",
     "RaggedShard",
     "Replicate",
     "Shard",
+    "TensorMeta",
+    "_Partial",
+    "_StridedRaggedShard",
+    "_StridedShard",
     "distribute_tensor",
     "empty",
     "full",
@@ -33,6 +44,8 @@ __all__ = [
     "redistribute_many",
     "zeros",
 ]
+
+_Partial = Partial  # upstream's name
 
 # Registrations that torch offers; nothing of torch is replaced.
 torch.serialization.add_safe_globals([DTensor, RaggedShard, _StridedRaggedShard])

@@ -15,6 +15,16 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 # Checked on 2.13: a spec is a plain object (free attributes), hashed by mesh, placements and meta.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+# Checked on 2.13: (shape, mesh, placements) and (local tensor, mesh, placements); for upstream's
+# import path, whose functions of these names know ragged placements too.
+from torch.distributed.tensor._utils import (
+    compute_global_tensor_info,
+    compute_local_shape_and_global_offset,
+)
+
+# Checked on 2.13: a Shard that a later mesh axis has cut before; for upstream's import path.
+from torch.distributed.tensor.placement_types import _StridedShard
+
 # Checked on 2.13: the type lists behind the default ``foreach=None`` of optimizers and of
 # ``clip_grad_norm_``; torch appends its own DTensor to them in the same way.
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
@@ -29,7 +39,10 @@ __all__ = [
     "DTensorSpec",
     "TensorMeta",
     "TorchDTensor",
+    "_StridedShard",
     "all_gather_single",
+    "compute_global_tensor_info",
+    "compute_local_shape_and_global_offset",
     "current_mesh",
     "enable_foreach",
     "enable_subclass_dispatch",

@@ -157,7 +157,7 @@ def from_local_ragged(
     if not local.is_meta and local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)
     if shape is None:
-        shape = _derive_shape(local, mesh, placements)
+        shape = derive_shape(local, mesh, placements)
     spec = ragged_spec(mesh, placements, shape, local.dtype, stride)
     layout = layout_of(spec)
     if local.numel() != layout.numel:
@@ -171,9 +171,10 @@ def from_local_ragged(
     return FromLocal.apply(local, spec, grad_placements, run_check, cls)
 
 
-def _derive_shape(
+def derive_shape(
     local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[int, ...]:
+    """Return the global shape, if every rank can tell it alike from its ``local`` part."""
     axis = ragged_axis(placements)
     ragged = placements[axis]
     plain = all(p.is_replicate() or p.is_partial() for p in placements if p is not ragged)

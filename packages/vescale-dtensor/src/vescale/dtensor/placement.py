@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch.distributed.tensor import Placement
 
 
@@ -105,6 +106,23 @@ class RaggedShard(Placement):
             )
         unit = self.unit_numel(shape)
         return tuple(units * unit for units in self.local_units)
+
+    def reconstruct_tensor_from_flat(
+        self, flat_tensor: torch.Tensor, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Return ``flat_tensor``, whole rows of a tensor of ``shape``, as ``[rows, *shape[k:]]``.
+
+        A view. Upstream's name; a DTensor has ``local_block()``. Raises ValueError when it is
+        not flat, or cuts a row.
+        """
+        row_shape = tuple(shape[len(self.dims) :])
+        row_numel = math.prod(row_shape)
+        if flat_tensor.ndim != 1 or flat_tensor.numel() % max(row_numel, 1):
+            raise ValueError(
+                f"{self} got a tensor of shape {tuple(flat_tensor.shape)} for rows of "
+                f"{row_shape}; pass one flat tensor of whole rows, {row_numel} elements each."
+            )
+        return flat_tensor.view(flat_tensor.numel() // row_numel if row_numel else 0, *row_shape)
 
     def _check_ndim(self, shape: Sequence[int]) -> None:
         if len(self.dims) > len(shape):

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small helpers by the import path of the first veScale.
+
+New code needs none of them: ``DTensor.local_block`` and ``vescale.dtensor.layout`` do the same.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import Placement
+
+from vescale.dtensor._torch_compat import DTensorSpec
+from vescale.dtensor.placement import RaggedShard
+from vescale.dtensor.spec import base_placements, layout_of, ragged_axis
+
+__all__ = [
+    "best_effort_reshape",
+    "flatten_index",
+    "get_ragged_shard",
+    "substitute_ragged_with_replicate",
+    "unravel_index",
+]
+
+
+def unravel_index(idx: int, shape: Sequence[int]) -> list[int]:
+    """Return the index of each dim of the ``idx``-th element, row-major, of ``shape``."""
+    index = []
+    for length in reversed(shape):
+        idx, here = divmod(idx, length)
+        index.append(here)
+    return index[::-1]
+
+
+def flatten_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Return how many elements come before ``index`` in the row-major order of ``shape``.
+
+    Raises ValueError when the lengths differ, IndexError when an index is out of bounds.
+    """
+    if len(index) != len(shape):
+        raise ValueError(f"index {tuple(index)} has not the dims of shape {tuple(shape)}.")
+    flat = 0
+    for here, length in zip(index, shape, strict=True):
+        if not 0 <= here < length:
+            raise IndexError(f"index {tuple(index)} is out of bounds for shape {tuple(shape)}.")
+        flat = flat * length + here
+    return flat
+
+
+def get_ragged_shard(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
+    """Return (mesh axis, placement) of the RaggedShard; ValueError when there is not one."""
+    axis = ragged_axis(placements)
+    if axis is None:
+        raise ValueError(f"no RaggedShard among the placements {tuple(placements)}.")
+    return axis, placements[axis]
+
+
+def substitute_ragged_with_replicate(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return ``placements`` with Replicate for the RaggedShard; ValueError when there is none."""
+    get_ragged_shard(placements)
+    return base_placements(placements)
+
+
+def best_effort_reshape(tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Return ``tensor``, flat and in whole rows of ``spec``, as ``[rows, *shape[k:]]``, a view.
+
+    ``shape`` is what the other placements leave on this rank.
+    """
+    _, placement = get_ragged_shard(spec.placements)
+    row_shape = layout_of(spec).base_shape[len(placement.dims) :]
+    row_numel = math.prod(row_shape)
+    return tensor.view(tensor.numel() // row_numel if row_numel else 0, *row_shape)
