@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501  a case is a line
 """Wrong calls raise on all ranks, say what was given and what to do, and start no collective.
 
 A case is (exception, words that its message must hold in this order, call). The calls get an
 ``Inputs``; all ranks make the same one. Afterwards the group still works.
 """
 
+import copy
 import re
 from dataclasses import dataclass
 
@@ -28,6 +30,7 @@ from vescale.dtensor import (
     init_device_mesh,
     ones,
     rand,
+    redistribute_many,
     zeros,
 )
 from vescale.dtensor import tensor as tensors
@@ -187,6 +190,14 @@ MOVING = {
     "a word for a dtype": (TypeError, "forward_dtype='bf16' torch.dtype", lambda i: i.x.redistribute(placements=[R], forward_dtype="bf16")),
     "a word for the dtype back": (TypeError, "backward_dtype='bf16' torch.dtype", lambda i: i.x.redistribute(placements=[R], backward_dtype="bf16")),
     "to_local, gradients elsewhere": (ValueError, "2 placements 1 axes", lambda i: i.x.clone().requires_grad_().to_local(grad_placements=[R, R])),
+    "several steps at once, asynchronously": (NotImplementedError, "several steps async_op=False", lambda i: i.block.redistribute(placements=[R, HALF], async_op=True)),
+    "many, one plain": (TypeError, "Tensor distribute_tensor", lambda i: redistribute_many([i.x, i.whole], [R])),
+    "many, lists missing": (ValueError, "2 tensors 1 lists one for each", lambda i: redistribute_many([i.x, i.other], [[R]])),
+    "many, another mesh": (NotImplementedError, "mesh= full_tensor()", lambda i: redistribute_many([i.x], [R], mesh=i.square)),
+    "many, on two meshes": (ValueError, "1 placements 2 axes", lambda i: redistribute_many([i.x, i.block], [R])),
+    "many, empty buckets": (ValueError, "bucket_bytes=0 at least one", lambda i: redistribute_many([i.x], [R], bucket_bytes=0)),
+    "many, to Partial": (RuntimeError, "Partial redistribute to", lambda i: redistribute_many([i.x, i.other], [P])),
+    "many, the last does not divide": (ValueError, "3 units 8 rows", lambda i: redistribute_many([i.x, i.other], [[R], [RaggedShard((0,), (1, 1, 1, 0))]])),
     "as_torch of a ragged tensor": (NotImplementedError, "RaggedShard redistribute to Shard", lambda i: i.x.as_torch()),
 }  # fmt: skip
 OPERATORS = {
@@ -227,7 +238,7 @@ STORING = {
     "a checkpoint of a pending sum": (ValueError, "w Partial redistribute checkpointing", lambda i: i.pending.__create_write_items__("w", i.pending)),
     "chunks of a pending sum": (ValueError, "Partial redistribute checkpointing", lambda i: i.pending.__create_chunk_list__()),
     "a chunk that is elsewhere": (ValueError, "w (7, 3) redistributed", lambda i: i.x.__get_tensor_shard__(MetadataIndex("w", torch.Size((7, 3))))),
-    "copy a result": (RuntimeError, "deep-copied detach()", lambda i: __import__("copy").deepcopy(i.x.clone().requires_grad_() * 2)),
+    "copy a result": (RuntimeError, "deep-copied detach()", lambda i: copy.deepcopy(i.x.clone().requires_grad_() * 2)),
     "draw a plain tensor": (TypeError, "Tensor distribute_tensor", lambda i: visualize_sharding(i.whole)),
     "a table of a plain placement": (ValueError, "Shard visualize_sharding", lambda i: sharding_table(i.shard)),
 }  # fmt: skip

@@ -142,6 +142,8 @@ class DTensor(TorchDTensor):
 
         As on torch 2.13 the part of an ``nn.Parameter`` is an ``nn.Parameter``.
         """
+        if grad_placements is not None:
+            grad_placements = normalize_placements(grad_placements, self._spec.mesh, self.ndim)
         local = self._local_tensor
         if type(local) is WaitingTensor:
             local = self._local_tensor = local.wait()
