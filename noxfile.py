@@ -20,6 +20,7 @@ nox.options.sessions = ["lint", "tests"]
 ROOT = Path(__file__).parent
 PACKAGES = ("dtensor", "fsdp", "legacy")  # each may import only those before it
 SUITES = (*PACKAGES, "root")
+TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")  # what the packages' metadata allows
 DEMO = (
     "--nproc 2 --optimizer muon --compare "
     "--output-dir runs/demo --checkpoint-dir runs/demo/checkpoint"
@@ -58,6 +59,17 @@ def tests_gpu(session: nox.Session, suite: str) -> None:
         print("tests_gpu needs an NVIDIA GPU and its driver, and found none.", file=sys.stderr)
         sys.exit(2)  # neither a pass nor a failed test
     run_suite(session, suite, device="cuda")
+
+
+@nox.session
+@nox.parametrize("torch", TORCH, ids=TORCH)
+def tests_torch(session: nox.Session, torch: str) -> None:
+    """Run the packages' tests on one PyTorch, each in an environment of its own, of some GB."""
+    projects = [arg for name in PACKAGES for arg in ("-e", f"packages/vescale-{name}")]
+    session.install(f"torch=={torch}.*", *requirements("tests"), *projects)
+    for name in PACKAGES:
+        folder = f"packages/vescale-{name}/tests"
+        session.run("pytest", folder, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none")
