@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole tensors out of a sharded state dict, and back in, one at a time.
+
+torch's helpers for full state dicts call its own ``distribute_tensor``, which does not know
+ragged placements. A state is any nesting of dicts and lists, as ``state_dict()`` of a module or
+of an optimizer gives it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+
+from vescale.dtensor._torch_compat import TorchDTensor
+from vescale.dtensor.checkpoint import check_not_partial
+from vescale.dtensor.placement import RaggedShard
+from vescale.dtensor.spec import base_block, layout_of
+from vescale.dtensor.tensor import adopt
+
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
+Path = tuple[str | int, ...]
+
+
+def full_state_dict(
+    state: dict[str, Any], *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """Return ``state`` with whole, detached tensors in place of DTensors.
+
+    Collective over every DTensor's mesh; all ranks pass the same keys in the same order. With
+    ``rank0_only=True`` only global rank 0 returns the state, every other rank an empty dict, and
+    a tensor on a mesh of one axis travels to that rank alone. With ``cpu_offload=True`` tensors
+    move to the CPU one by one, so a device holds no more than one whole tensor at a time. Tensors
+    that were whole already are not copied.
+
+    Raises ValueError, before any collective, for a DTensor that is Partial.
+    """
+    for path, x in _leaves(state):
+        if isinstance(x, TorchDTensor):
+            check_not_partial(_name(path), x)
+    keep = not rank0_only or dist.get_rank() == 0
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, TorchDTensor):
+            x = _on_rank0(x) if rank0_only else adopt(x.detach()).full_tensor()
+        if not keep or not isinstance(x, torch.Tensor):
+            return x if keep else None
+        return x.detach().cpu() if cpu_offload else x.detach()
+
+    full = _map(whole, state)
+    return full if keep else {}
+
+
+def load_full_state_dict(
+    target_state: dict[str, Any], full_state: dict[str, Any] | None, *, src: int = 0
+) -> None:
+    """Fill the tensors of ``target_state`` in place from whole ones that only rank ``src`` has.
+
+    ``target_state`` holds DTensors of any placement, plain tensors and other values, the same
+    keys on all ranks of the default group; ``full_state`` counts on global rank ``src`` only, and
+    holds plain tensors, on any device. They are broadcast one at a time: a rank needs, beside its
+    parts, the memory of the largest. Values that are no tensors are replaced, in dicts and lists.
+    Dtypes become those of the targets.
+
+    Raises ValueError on all ranks, before any tensor is changed, when keys or shapes differ, or a
+    target is Partial.
+    """
+    targets, mine = dict(_leaves(target_state)), dist.get_rank() == src
+    wholes = dict(_leaves(full_state or {})) if mine else {}
+    header = [{path: _describe(x) for path, x in wholes.items()}]
+    dist.broadcast_object_list(header, src=src)
+    described = header[0]
+    _agree(_problem(targets, described))
+    device = _device(targets.values())
+    for path, whole in described.items():
+        if isinstance(whole, _Whole):
+            _fill(targets[path], _broadcast(wholes.get(path), whole, device, src))
+    values = {path: value for path, value in described.items() if not isinstance(value, _Whole)}
+    _replace(target_state, values)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """What the other ranks must know of a tensor before it comes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    distributed: bool
+
+
+def _describe(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return _Whole(tuple(x.shape), x.dtype, isinstance(x, TorchDTensor))
+
+
+def _problem(targets: dict[Path, Any], described: dict[Path, Any]) -> str | None:
+    """Say why ``described`` cannot fill ``targets``, or return None."""
+    missing, unknown = targets.keys() - described.keys(), described.keys() - targets.keys()
+    if missing or unknown:
+        return f"missing are {_names(missing)}, and nothing wants {_names(unknown)}"
+    for path, target in targets.items():
+        whole, name = described[path], _name(path)
+        if isinstance(whole, _Whole) != isinstance(target, torch.Tensor):
+            return f"{name} is a tensor on one side only"
+        if not isinstance(whole, _Whole):
+            continue
+        if whole.distributed:
+            return f"{name} is a DTensor in the full state; pass what full_state_dict() returns"
+        if whole.shape != tuple(target.shape):
+            return f"{name} has shape {whole.shape}, but its target has {tuple(target.shape)}"
+        if isinstance(target, TorchDTensor) and any(p.is_partial() for p in target.placements):
+            return f"{name} is to be loaded into {target.placements}; redistribute it first"
+    return None
+
+
+def _agree(problem: str | None) -> None:
+    """Raise on all ranks what any of them has found."""
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = {text: rank for rank, text in reversed([*enumerate(problems)]) if text}
+    if found:
+        text, rank = min(found.items(), key=lambda item: item[1])
+        raise ValueError(f"cannot load the full state: {text} (rank {rank}).")
+
+
+def _broadcast(
+    whole: torch.Tensor | None, description: _Whole, device: torch.device, src: int
+) -> torch.Tensor:
+    if whole is None:
+        whole = torch.empty(description.shape, dtype=description.dtype, device=device)
+    else:
+        whole = whole.detach().to(device).contiguous()
+    if whole.numel():
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=src)
+    return whole
+
+
+def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of ``whole`` into ``target``, without another copy of it."""
+    if not isinstance(target, TorchDTensor):
+        target.detach().copy_(whole)
+        return
+    spec, local = target._spec, target._local_tensor.detach()
+    mesh, coordinate, layout = spec.mesh, spec.mesh.get_coordinate(), layout_of(spec)
+    if coordinate is None:
+        return
+    if layout is not None:
+        for box in layout.boxes:
+            part = local[box.start : box.start + box.numel].view(box.shape)
+            part.copy_(whole[_slices(box.offset, box.shape)])
+    elif all(type(placement) in (Replicate, Shard) for placement in spec.placements):
+        shape, offset = base_block(tuple(whole.shape), spec.placements, mesh.shape, coordinate)
+        local.copy_(whole[_slices(offset, shape)])
+    else:  # torch's strided shards
+        local.copy_(
+            torch_distribute_tensor(whole, mesh, spec.placements, src_data_rank=None).to_local()
+        )
+
+
+def _slices(offset: Iterable[int], shape: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+
+
+def _on_rank0(x: TorchDTensor) -> torch.Tensor | None:
+    """Return the whole tensor on global rank 0; anything elsewhere."""
+    mesh, ranks = x.device_mesh, x.device_mesh.mesh.flatten().tolist()
+    if 0 not in ranks:
+        return None
+    x = adopt(x.detach())
+    if mesh.ndim == 1 and isinstance(x.placements[0], Shard | RaggedShard):
+        owner = RaggedShard((), [int(rank == 0) for rank in ranks])
+        return x.redistribute(placements=[owner]).local_block()
+    return x.full_tensor()
+
+
+def _device(targets: Iterable[Any]) -> torch.device:
+    """Return where broadcasts happen: on the device of the first DTensor, or of any tensor."""
+    tensors = [x for x in targets if isinstance(x, torch.Tensor)]
+    tensors.sort(key=lambda x: not isinstance(x, TorchDTensor))
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _leaves(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(state, dict | list):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path, state
+
+
+def _map(function: Callable[[Any], Any], state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _map(function, value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_map(function, value) for value in state]
+    return function(state)
+
+
+def _replace(state: Any, values: dict[Path, Any]) -> None:
+    for path, value in values.items():
+        place = state
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _names(paths: Iterable[Path]) -> str:
+    names = sorted(map(_name, paths))
+    return f"{names[:5]}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")

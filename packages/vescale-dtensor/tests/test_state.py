@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+import weakref
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # as torch's documentation has it
+
+from testing.ranks import DEVICE
+from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
+from vescale.dtensor.debug import CommDebugMode
+from vescale.dtensor.state import full_state_dict, load_full_state_dict
+
+
+def numbers(*shape):
+    return torch.arange(torch.Size(shape).numel(), device=DEVICE, dtype=torch.float32).view(shape)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Count the bytes of storages that operators make, and the most that live at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self._known = 0, 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {t.untyped_storage()._cdata for t in args if type(t) is torch.Tensor}
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if type(x) is torch.Tensor and x.untyped_storage()._cdata not in known:
+                self._count(x.untyped_storage())
+        return out
+
+    def _count(self, storage):
+        if storage._cdata in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known[storage._cdata] = nbytes
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, storage._cdata)
+
+    def _drop(self, key):
+        self.live -= self._known.pop(key, 0)
+
+
+WHOLES = {
+    "ragged": numbers(12, 5000),
+    "uneven": numbers(12, 5) + 1,
+    "deep": numbers(5, 3, 4) + 2,
+    "owned": numbers(7) + 3,
+    "shard": numbers(6, 5) + 4,
+    "stock": numbers(9, 2) + 5,
+    "replica": numbers(3, 3) + 6,
+    "scalar": numbers() + 7,
+    "half": (numbers(12, 3) + 8).bfloat16(),
+    "empty": numbers(0, 3),
+    "plain": numbers(4) + 9,
+}
+
+
+def placements_of(world_size):
+    zeros = [0] * (world_size - 2)
+    return {
+        "ragged": RaggedShard((0,), [1] * world_size),
+        "uneven": RaggedShard((0,), [1, *zeros, 2]),
+        "deep": RaggedShard((0, 1, 2), [7, *zeros, 53]),
+        "owned": RaggedShard((), [0, *zeros, 1]),
+        "shard": Shard(1),
+        "stock": Shard(0),
+        "replica": Replicate(),
+        "scalar": RaggedShard((), [*zeros, 0, 1]),
+        "half": RaggedShard((0, 1), [5, *zeros, 31]),
+        "empty": RaggedShard((0,), [1] * world_size),
+    }
+
+
+def make(mesh, world_size, fill):
+    state = {"step": 3, "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}
+    for name, placement in placements_of(world_size).items():
+        build = torch_distribute_tensor if name == "stock" else distribute_tensor
+        state[name] = build(fill(WHOLES[name].clone()), mesh, [placement], src_data_rank=None)
+    return {**state, "plain": fill(WHOLES["plain"].clone())}
+
+
+def check_out_and_in(rank, world_size):
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    state = make(mesh, world_size, lambda t: t)
+    for options in ({}, {"cpu_offload": True}, {"rank0_only": True, "cpu_offload": True}):
+        full = full_state_dict(state, **options)
+        if options.get("rank0_only") and rank:
+            assert full == {}
+            continue
+        assert full.keys() == state.keys()
+        assert (full["step"], full["groups"]) == (3, state["groups"])
+        for name, whole in WHOLES.items():
+            assert type(full[name]) is torch.Tensor
+            assert torch.equal(full[name].to(DEVICE), whole), name
+    with CommDebugMode() as mode:
+        full_state_dict({"uneven": state["uneven"]}, rank0_only=True)
+    assert mode.get_total_counts() == 1
+    for src in range(world_size):
+        target = make(mesh, world_size, torch.zero_)
+        target["step"], target["groups"][0]["lr"] = 0, 0.0
+        target["half"] = target["half"].float()
+        parts = {name: target[name] for name in WHOLES}
+        full = None
+        if rank == src:
+            full = {**WHOLES, "step": 3, "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}
+        assert load_full_state_dict(target, full, src=src) is None
+        assert (target["step"], target["groups"]) == (3, state["groups"])
+        for name, whole in WHOLES.items():
+            assert target[name] is parts[name]
+            value = target[name]
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            assert torch.equal(value, whole.to(value.dtype)), name
+
+
+def check_memory(rank, world_size):
+    """In and out: beside the parts, never more than the largest whole tensor."""
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    names = [name for name in WHOLES if name != "plain"]
+    largest = max(whole.nbytes for whole in WHOLES.values())
+    target = make(mesh, world_size, torch.zero_)
+    full = {**WHOLES, "step": 3, "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}
+    with PeakBytes() as memory:
+        load_full_state_dict(target, full if rank == 0 else None)
+    assert 0 < memory.peak <= largest + 8192, (memory.peak, largest)  # objects are sent as bytes
+    for name in names:
+        assert torch.equal(target[name].full_tensor(), WHOLES[name])
+    with PeakBytes() as memory:
+        full_state_dict(target, rank0_only=True)
+    total = sum(whole.nbytes for whole in WHOLES.values())
+    assert memory.peak <= (total + largest if rank == 0 else 2 * largest)
+    with PeakBytes() as memory:
+        for _ in range(2):
+            torch.zeros(largest, dtype=torch.uint8)
+    assert memory.peak == largest  # it does see what is freed
+
+
+def check_mistakes(rank, world_size):
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    state = {"a": distribute_tensor(numbers(4, 3), mesh, [Shard(0)]), "n": 1}
+    pending = DTensor.from_local(numbers(4, 3), mesh, [Partial()])
+    for match, full, target in (
+        (r"missing are \['n'\].*wants \['b'\]", {"a": numbers(4, 3), "b": 1}, state),
+        (r"a has shape \(4, 2\)", {"a": numbers(4, 2), "n": 1}, state),
+        ("one side only", {"a": 1, "n": 1}, state),
+        ("a is a DTensor", {"a": pending, "n": 1}, state),
+        ("redistribute it first", {"a": numbers(4, 3)}, {"a": pending}),
+        (r"missing are \['a', 'n'\]", None, state),
+        # Only one rank wants more than it gets: all of them are told.
+        (r"missing are \['extra'\].*rank 1", {"a": numbers(4, 3), "n": 1}, state | {"extra": 1}),
+    ):
+        if "extra" in target and rank != 1:
+            target = state
+        before = copy.deepcopy(state)
+        with pytest.raises(ValueError, match=match):
+            load_full_state_dict(target, full if rank == 0 else None)
+        assert torch.equal(before["a"].full_tensor(), state["a"].full_tensor())
+    with CommDebugMode() as mode, pytest.raises(ValueError, match=r"x\.0 is .*Partial"):
+        full_state_dict({"a": state["a"], "x": [pending]})
+    assert mode.get_total_counts() == 0
+
+
+def check_line(rank, world_size):
+    check_out_and_in(rank, world_size)
+    check_memory(rank, world_size)
+    check_mistakes(rank, world_size)
+
+
+def check_square(rank, world_size):
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    ragged, whole = RaggedShard((0,), (1, 2)), numbers(12, 5)
+    state = {
+        str(i): distribute_tensor(whole + i, mesh, placements)
+        for i, placements in enumerate(
+            [(ragged, Shard(0)), (ragged, Shard(1)), (Replicate(), ragged), (Shard(0), Shard(0))]
+        )
+    }
+    state["sub"] = distribute_tensor(whole + 4, mesh["tp"], [ragged])
+    full = full_state_dict(state, rank0_only=True)
+    target = {name: torch.zeros_like(x) for name, x in state.items()}
+    load_full_state_dict(target, full or None)
+    for name, x in target.items():
+        assert torch.equal(x.to_local(), state[name].to_local()), name
+    for i, value in enumerate(full.values()):
+        assert torch.equal(value, whole + i)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_full_states_go_out_and_in(run_ranks, world_size):
+    run_ranks(check_line, world_size, exact=True)
+
+
+def test_full_states_of_two_axes(run_ranks):
+    run_ranks(check_square, 4, exact=True)
