@@ -15,6 +15,7 @@ from lm.checkpoint import PROGRESS, find
 from lm.config import parse_config
 from lm.data import Corpus, load_corpus
 from lm.errors import BadInputError
+from lm.launch import check_nproc
 from lm.model import SIZES, Decoder, next_byte_loss
 from lm.optimizers import make_optimizers, set_rate
 from lm.progress import progress
@@ -225,3 +226,9 @@ def test_the_commands_of_the_readme_are_understood():
     assert len(commands) >= 8
     for options in commands:
         parse_config(options.split())
+
+
+def test_more_ranks_than_the_machine_can_run_are_refused():
+    check_nproc(2, "cpu")
+    with pytest.raises(BadInputError, match=r"--nproc 100000: this machine has \d+ CPU cores"):
+        check_nproc(100_000, "auto")

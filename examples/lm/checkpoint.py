@@ -94,7 +94,8 @@ def find(config: Config) -> Progress:
     path = Path(config.resume or "")
     if config.resume == "auto":
         complete = [file.parent for file in Path(config.checkpoint_dir).glob(f"step-*/{PROGRESS}")]
-        path = max(complete, key=lambda folder: int(folder.name.removeprefix("step-")), default="")
+        # The last one written: the folder may also hold those of an earlier, longer run.
+        path = max(complete, key=lambda at: (at / PROGRESS).stat().st_mtime_ns, default="")
     if not config.resume or not path:
         return Progress()
     try:

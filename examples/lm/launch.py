@@ -5,17 +5,32 @@
 """
 
 import logging
+import os
 import sys
 import uuid
 from collections.abc import Sequence
 
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lm.errors import BadInputError
 from lm.stop import STOPPED
 
+RANKS_PER_CORE = 4
 LOOPBACK = "127.0.0.1"  # works without a network and whatever the host is called
+
+
+def check_nproc(nproc: int, device: str) -> None:
+    """Raise BadInputError for more ranks than this machine can run: they would stall it."""
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    most = max(gpus, RANKS_PER_CORE * (os.cpu_count() or 1))
+    if nproc > most:
+        raise BadInputError(
+            f"--nproc {nproc}: this machine has {os.cpu_count()} CPU cores and {gpus} GPUs, room "
+            f"for {most} ranks; pass fewer, or use torchrun on several machines."
+        )
 
 
 def launch(script: str, arguments: Sequence[str], nproc: int) -> int:

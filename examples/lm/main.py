@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lm.config import parse_config
 from lm.errors import BadInputError, CheckFailedError, StoppedError
-from lm.launch import launch
+from lm.launch import check_nproc, launch
 from lm.ranks import join
 from lm.session import run_session
 from lm.stop import STOPPED, StopRequest
@@ -27,6 +27,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         try:
             config = parse_config(arguments)
             if config.nproc and "WORLD_SIZE" not in os.environ:
+                check_nproc(config.nproc, config.device)
                 return STOPPED if stop else launch(sys.argv[0], arguments, config.nproc)
             with join(config.device, config.threads, stop) as ranks:
                 run_session(config, ranks)
