@@ -48,6 +48,7 @@ __all__ = [
     "enable_subclass_dispatch",
     "foreach_norm",
     "from_local",
+    "from_local_needs_gradient",
     "implicit_replication_enabled",
     "kernel",
     "list_kernel",
@@ -90,6 +91,11 @@ def from_local(local, mesh, placements, *, grad_placements=None, **options) -> T
             )
         options["grad_placements"] = grad_placements
     return TorchDTensor.from_local(local, mesh, placements, **options)
+
+
+# Checked on 2.11, whose ``from_local`` fails in backward when its result got no gradient, and on
+# 2.13, where it does not.
+from_local_needs_gradient = "grad_placements" not in _from_local_options
 
 
 def current_mesh():

@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
-from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
+from vescale.dtensor._torch_compat import (
+    DTensorSpec,
+    TorchDTensor,
+    from_local_needs_gradient,
+    wrap,
+)
 from vescale.dtensor.redistribute import (
     gradient_placements,
     redistribute_local,
@@ -112,10 +117,17 @@ class FromTorch(torch.autograd.Function):
     def forward(ctx, x, cls):
         ctx.placements = gradient_placements(x._spec.placements)
         ctx.set_materialize_grads(False)  # they would be plain tensors
+        ctx.like = None
+        if from_local_needs_gradient and not x.is_leaf:
+            ctx.like = torch.empty_like(x._local_tensor, device="meta"), x.device, x._spec
         return wrap(cls, x._local_tensor, x._spec, requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx, grad):
+        if grad is None and ctx.like is not None:
+            local, device, spec = ctx.like
+            zeros = torch.zeros_like(local, device=device)
+            return wrap(TorchDTensor, zeros, spec, requires_grad=False), None
         if grad is None or type(grad) is TorchDTensor:
             return grad, None
         if layout_of(grad._spec) is not None:  # from an operator with a ragged tensor
