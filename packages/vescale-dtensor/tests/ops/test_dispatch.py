@@ -62,22 +62,22 @@ def test_a_number_is_read_from_a_whole_tensor_only(fake_group):
 
 def test_every_elementwise_operator_is_told_from_the_others_by_its_name(fake_group):
     """Operators that torch tags or names like elementwise ones, but that are none."""
-    from vescale.dtensor.ops.dispatch import _classify, _refuse
+    from vescale.dtensor.ops.dispatch import classify, refuse
     from vescale.dtensor.ops.foreach import foreach, foreach_inplace
     from vescale.dtensor.ops.pointwise import pointwise, pointwise_inplace, pointwise_out
 
     aten = torch.ops.aten
     for operator, handler in {
-        aten.rrelu.default: _refuse,
-        aten.rrelu_.default: _refuse,
-        **({aten._foreach_mm.default: _refuse} if hasattr(aten, "_foreach_mm") else {}),
-        aten._foreach_add.Scalar_out: _refuse,
-        aten._fused_dropout.default: _refuse,
-        aten._fused_rms_norm.default: _refuse,
-        aten.bernoulli.p: _refuse,
-        aten.squeeze_.default: _refuse,
-        aten.t_.default: _refuse,
-        aten.__and__.Tensor: _refuse,
+        aten.rrelu.default: refuse,
+        aten.rrelu_.default: refuse,
+        **({aten._foreach_mm.default: refuse} if hasattr(aten, "_foreach_mm") else {}),
+        aten._foreach_add.Scalar_out: refuse,
+        aten._fused_dropout.default: refuse,
+        aten._fused_rms_norm.default: refuse,
+        aten.bernoulli.p: refuse,
+        aten.squeeze_.default: refuse,
+        aten.t_.default: refuse,
+        aten.__and__.Tensor: refuse,
         aten.add.Tensor: pointwise,
         aten.add_.Tensor: pointwise_inplace,
         aten.add.out: pointwise_out,
@@ -86,9 +86,9 @@ def test_every_elementwise_operator_is_told_from_the_others_by_its_name(fake_gro
         aten._foreach_add.List: foreach,
         aten._foreach_add_.List: foreach_inplace,
         aten._fused_adamw_.default: foreach_inplace,
-        torch.ops.c10d.allreduce_.default: _refuse,
+        torch.ops.c10d.allreduce_.default: refuse,
     }.items():
-        assert _classify(operator) is handler, operator
+        assert classify(operator) is handler, operator
 
 
 def test_plain_placements_keep_torchs_results(run_ranks):

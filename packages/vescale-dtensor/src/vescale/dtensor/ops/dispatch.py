@@ -43,7 +43,7 @@ def dispatch(cls, func, types, args=(), kwargs=None):
         layout = layout_of(ref._spec)
     handler = _handlers.get(func)
     if handler is None:
-        handler = _handlers[func] = _classify(func)
+        handler = _handlers[func] = classify(func)
     if layout.pending:
         check_pending(func, args, ref)
     return handler(func, args, kwargs, ref)
@@ -61,16 +61,17 @@ def _first_ragged(args):
     return None
 
 
-def _classify(func):
+def classify(func):
+    """Return the handler of an operator that no table names; ``refuse`` when there is none."""
     if func.namespace != "aten":
-        return _refuse
+        return refuse
     name = func._schema.name.removeprefix("aten::")
     inplace = name.endswith("_") and not name.endswith("__")
     writes_out = any(argument.is_out for argument in func._schema.arguments)
     if name in _FUSED or (name.startswith("_foreach_") and name not in _NOT_ELEMENTWISE):
-        return _refuse if writes_out else foreach_inplace if inplace else foreach
+        return refuse if writes_out else foreach_inplace if inplace else foreach
     if not (_is_pointwise(func) or (inplace and _is_pointwise(_functional(func, name[:-1])))):
-        return _refuse
+        return refuse
     if writes_out:
         return pointwise_out
     return pointwise_inplace if inplace else pointwise
@@ -90,5 +91,6 @@ def _functional(func, name):
     return getattr(packet, func._overloadname, None) if packet else None
 
 
-def _refuse(func, args, kwargs, ref):
+def refuse(func, args, kwargs, ref):
+    """Raise NotImplementedError with the remedy."""
     return unsupported(func, "this operator needs whole tensors", ref)
