@@ -162,3 +162,13 @@ def test_pictures_are_drawn_anew(script, tmp_path):
     assert names == [f"{script.stem.replace('_', '-')}.{kind}" for kind in ("png", "svg")]
     for name in names:
         assert (script.parent / name).exists(), f"commit {name} as {script.name} draws it"
+
+
+@pytest.mark.parametrize(
+    "script", sorted(ROOT.glob("docs/reference/write_*.py")), ids=lambda script: script.stem
+)
+def test_reference_pages_are_up_to_date(script, tmp_path):
+    run([sys.executable, script, tmp_path], ROOT)
+    (page,) = tmp_path.iterdir()
+    written = (script.parent / page.name).read_text()
+    assert page.read_text() == written, f"run `python {script.relative_to(ROOT)}`, and commit"

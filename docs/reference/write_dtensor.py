@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write dtensor.md from the docstrings: ``python docs/reference/write_dtensor.py [FOLDER]``."""
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import vescale.dtensor
+
+METHODS = ("from_local", "redistribute", "full_tensor", "to_local", "local_block", "as_torch")
+LIBRARY = ("ragged_spec", "make_ragged", "set_local", "adopt")  # of vescale.dtensor.tensor
+OPENING = """\
+# vescale.dtensor
+
+The public names and their contracts, written from the docstrings by
+`docs/reference/write_dtensor.py`. Shapes are in brackets, sizes in elements unless bytes are named,
+*collective* means that all ranks must call. Which operators run on ragged tensors is in
+[Operators on ragged tensors](ops.md).
+
+From `vescale.dtensor` itself come also, unchanged, PyTorch's {torch_names}.
+"""
+
+
+def reexported(name: str) -> bool:
+    value = getattr(vescale.dtensor, name)
+    return not getattr(value, "__module__", "").startswith("vescale.")
+
+
+def signature(value: object) -> str:
+    """Return the signature with short names of types."""
+    text = str(inspect.signature(value))
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text).replace("'", "")
+
+
+def entry(name: str, value: object, level: str = "###") -> str:
+    """Return a heading, the signature and the docstring of a function, a class or a method."""
+    called = inspect.unwrap(value)
+    doc = re.sub(r"``([^`]+)``", r"`\1`", inspect.getdoc(value) or "")
+    shown = f"{name.rpartition('.')[2]}{signature(called)}"
+    return f"\n{level} {name}\n\n```text\n{wrapped(shown)}\n```\n\n{doc}\n"
+
+
+def wrapped(text: str, width: int = 88) -> str:
+    """Break a signature, one parameter a line, when it is longer than ``width``."""
+    if len(text) <= width:
+        return text
+    head, rest = text.split("(", 1)
+    inner, tail = rest.rsplit(")", 1)
+    parameters, depth, start = [], 0, 0
+    for index, letter in enumerate(inner):
+        depth += (letter in "[(") - (letter in "])")
+        if letter == "," and depth == 0:
+            parameters.append(inner[start:index].strip())
+            start = index + 1
+    parameters.append(inner[start:].strip())
+    return f"{head}(\n" + "".join(f"    {item},\n" for item in parameters) + f"){tail}"
+
+
+def public(module: ModuleType) -> list[str]:
+    return [name for name in module.__all__ if not name.startswith("_")]
+
+
+def page() -> str:
+    """Return dtensor.md."""
+    names = public(vescale.dtensor)
+    torch_names = ", ".join(f"`{name}`" for name in names if reexported(name))
+    parts = [OPENING.format(torch_names=torch_names), "\n## Placement\n"]
+    ours = [name for name in names if not reexported(name)]
+    first = ["RaggedShard", "is_ragged_shard"]
+    parts += [entry(name, getattr(vescale.dtensor, name)) for name in first]
+    parts += ["\n## DTensor\n", entry("DTensor", vescale.dtensor.DTensor)]
+    for name in METHODS:
+        parts.append(entry(f"DTensor.{name}", getattr(vescale.dtensor.DTensor, name)))
+    parts.append("\n## Making and moving\n")
+    rest = [name for name in ours if name not in (*first, "DTensor")]
+    parts += [entry(name, getattr(vescale.dtensor, name)) for name in rest]
+    debug = importlib.import_module("vescale.dtensor.debug")
+    parts.append("\n## vescale.dtensor.debug\n")
+    parts += [entry(name, getattr(debug, name)) for name in public(debug)]
+    tensor = importlib.import_module("vescale.dtensor.tensor")
+    parts.append("\n## For libraries: vescale.dtensor.tensor\n")
+    parts += [entry(name, getattr(tensor, name)) for name in LIBRARY]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    (folder / "dtensor.md").write_text(page())
