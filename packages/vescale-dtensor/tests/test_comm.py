@@ -91,3 +91,12 @@ def check_comm(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_uneven_collectives_carry_every_dtype(run_ranks, world_size):
     run_ranks(check_comm, world_size)
+
+
+def test_one_element_of_a_column_is_carried_as_bytes(fake_group):
+    fake_group(1)
+    column = torch.zeros(3, 3, dtype=torch.complex64, device=DEVICE)[:1, 0]
+    assert column.is_contiguous()
+    assert column.stride() == (3,)
+    assert comm.gather(column, [1], dist.group.WORLD).shape == (1,)
+    assert comm.exchange(column[:0], [0], [0], dist.group.WORLD).shape == (0,)

@@ -195,7 +195,10 @@ def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
 
 def _plain_memory(flat: torch.Tensor) -> torch.Tensor:
     """Return contiguous memory with no pending conjugation or negation."""
-    return flat.resolve_conj().resolve_neg().contiguous()
+    flat = flat.resolve_conj().resolve_neg().contiguous()
+    if flat.ndim and flat.stride(-1) != 1:  # one element or none: any stride is contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat
 
 
 def _carried(flat: torch.Tensor) -> torch.Tensor:
