@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -219,6 +219,13 @@ def raises(error, match, **options):
         assert module.get_parameter(name) is param, "a refused wrap must change nothing"
 
 
+@dataclass(frozen=True)
+class LaterPolicy(MixedPrecisionPolicy):
+    """As of a torch that has more fields: one that is set must not be ignored."""
+
+    later_field: int | None = None
+
+
 def check_bad_input(rank, world_size):
     mesh = init_device_mesh(DEVICE, (world_size,))
     raises(TypeError, "expected an nn.Module", module="model")
@@ -234,6 +241,9 @@ def check_bad_input(rank, world_size):
     raises(NotImplementedError, "smaller world", reshard_after_forward=2)
     raises(TypeError, "mp_policy", mp_policy=torch.bfloat16)
     raises(ValueError, "param_dtype", mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8))
+    raises(
+        NotImplementedError, "later_field=1 is not supported", mp_policy=LaterPolicy(later_field=1)
+    )
     raises(
         ValueError, "a.weight.*on the meta device|on the meta device and a.weight", module=Half()
     )

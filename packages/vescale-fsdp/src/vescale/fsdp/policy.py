@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of ``fully_shard``: torch's own value classes, and what may be in them."""
 
+import dataclasses
+
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = ["MixedPrecisionPolicy", "check_policy", "compute_dtype"]
 
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
+_KNOWN_FIELDS = {*_DTYPE_FIELDS, "cast_forward_inputs"}
 
 
 def check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise TypeError or ValueError unless ``policy`` can be carried out."""
+    """Raise TypeError, ValueError or NotImplementedError unless ``policy`` can be carried out."""
     if not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(
             f"mp_policy={policy!r} is a {type(policy).__name__}, expected a MixedPrecisionPolicy; "
@@ -22,6 +25,13 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
             raise ValueError(
                 f"mp_policy.{field}={dtype!r} is no floating-point dtype; pass for example "
                 "torch.bfloat16, or None to keep the parameters' dtype."
+            )
+    for field in dataclasses.fields(policy):  # newer torch has more of them
+        value = getattr(policy, field.name)
+        if field.name not in _KNOWN_FIELDS and value != field.default:
+            raise NotImplementedError(
+                f"mp_policy.{field.name}={value!r} is not supported; leave it out, and wrap "
+                "modules of other dtypes with a policy of their own."
             )
 
 
