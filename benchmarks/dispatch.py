@@ -148,7 +148,7 @@ def main() -> int:
     """Print the table; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15, help="timings of each cell")
-    parser.add_argument("--tolerance", type=float, default=0.1, help="what noise may add to a ratio")
+    parser.add_argument("--tolerance", type=float, default=0.1, help="noise allowed in a ratio")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args()
     torch.set_num_threads(1)
