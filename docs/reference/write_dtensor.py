@@ -20,7 +20,9 @@ The public names and their contracts, written from the docstrings by
 *collective* means that all ranks must call. Which operators run on ragged tensors is in
 [Operators on ragged tensors](ops.md).
 
-From `vescale.dtensor` itself come also, unchanged, PyTorch's {torch_names}.
+From `vescale.dtensor` itself come also, unchanged, PyTorch's {torch_names}. The import
+paths of the first veScale (`vescale.dtensor.placement_types`, `vescale.dtensor.vescale_utils`, ...)
+lead to the same objects.
 """
 
 
@@ -77,9 +79,10 @@ def page() -> str:
     parts.append("\n## Making and moving\n")
     rest = [name for name in ours if name not in (*first, "DTensor")]
     parts += [entry(name, getattr(vescale.dtensor, name)) for name in rest]
-    debug = importlib.import_module("vescale.dtensor.debug")
-    parts.append("\n## vescale.dtensor.debug\n")
-    parts += [entry(name, getattr(debug, name)) for name in public(debug)]
+    for name in ("state", "debug"):
+        module = importlib.import_module(f"vescale.dtensor.{name}")
+        parts.append(f"\n## vescale.dtensor.{name}\n")
+        parts += [entry(inner, getattr(module, inner)) for inner in public(module)]
     tensor = importlib.import_module("vescale.dtensor.tensor")
     parts.append("\n## For libraries: vescale.dtensor.tensor\n")
     parts += [entry(name, getattr(tensor, name)) for name in LIBRARY]
