@@ -192,6 +192,17 @@ def test_wrapping_keeps_names_shapes_ties_and_attributes(run_ranks, world_size):
     run_ranks(check_what_wrapping_leaves, world_size)
 
 
+class Uses(nn.Module):
+    """Holds a parameter of another module that is wrapped already."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 class NoForward(nn.Module):
     def __init__(self):
         super().__init__()
@@ -226,6 +237,10 @@ class LaterPolicy(MixedPrecisionPolicy):
     later_field: int | None = None
 
 
+def one_rank_fails(fqn, param):
+    raise ArithmeticError("of this rank alone")
+
+
 def check_bad_input(rank, world_size):
     mesh = init_device_mesh(DEVICE, (world_size,))
     raises(TypeError, "expected an nn.Module", module="model")
@@ -256,6 +271,8 @@ def check_bad_input(rank, world_size):
     wrapped = fully_shard(nn.Linear(4, 4).to(DEVICE), mesh=mesh)
     with pytest.raises(ValueError, match="wrapped already"):
         fully_shard(wrapped, mesh=mesh)
+    raises(TypeError, "expected a set of nn.Parameter", ignored_params={"weight"})
+    raises(ValueError, "inside out", module=nn.Sequential(nn.Linear(4, 4), Uses(wrapped.weight)))
     if world_size == 4:
         raises(NotImplementedError, "2 axes", mesh=init_device_mesh(DEVICE, (2, 2)))
     if world_size >= 3:
@@ -273,6 +290,8 @@ def check_bad_input(rank, world_size):
     odd_one = nn.Linear(4, 4 + (rank == 1)).to(DEVICE)
     raises(RuntimeError, r"rank 0 and rank 1 .*weight: \(4, 4\).*weight: \(5, 4\)", module=odd_one)
     raises(RuntimeError, r"Rows\(n=1\).*Rows\(n=2\)", granularity=Rows(1 + (rank == 1)))
+    kind = ArithmeticError if rank == 1 else RuntimeError
+    raises(kind, "of this rank alone", granularity=one_rank_fails if rank == 1 else Rows(1))
     module = nn.Linear(4, 4, device=DEVICE)
     if rank == 1:
         module.weight = nn.Parameter(torch.empty(4, 4, device="meta"))

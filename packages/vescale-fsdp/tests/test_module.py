@@ -145,6 +145,37 @@ def check_apply(rank, world_size):
     assert model.norm.weight.grad.dtype == torch.bfloat16
 
 
+def check_submodule_moves(rank, world_size):
+    """A submodule that is cast or materialised by itself stays part of the buffer."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(DEVICE))
+    model[0].double().float()
+    with torch.no_grad():
+        model[0].weight.fill_(0)
+        model[0].bias.fill_(1)
+    x = torch.ones(3, 4, device=DEVICE)
+    with torch.no_grad():
+        model[1].bias.fill_(0)
+        model[1].weight.fill_(1)
+    assert torch.equal(model(x), torch.full((3, 2), 4.0, device=DEVICE))
+    assert_views_of_the_buffer(model)
+    empty = fully_shard(nn.Sequential(nn.Linear(4, 4, device="meta")))
+    empty[0].to_empty(device=DEVICE)
+    nn.init.zeros_(empty[0].weight)
+    nn.init.ones_(empty[0].bias)
+    assert torch.equal(empty(x), torch.ones(3, 4, device=DEVICE))
+
+
+def check_kept_root_is_fresh(rank, world_size):
+    """A forward for logging, then a step: the next forward sees the new weights."""
+    model = fully_shard(nn.Linear(4, 1, bias=False).to(DEVICE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    x = torch.ones(2, 4, device=DEVICE)
+    model(x).sum().backward()
+    before = model(x).detach().clone()  # leaves the root gathered
+    optimizer.step()
+    assert not torch.equal(model(x).detach(), before)
+
+
 def check_by_hand(rank, world_size):
     model = wrapped(0)
     layer = model.layers[0]
@@ -202,6 +233,8 @@ def check_all(rank, world_size, folder):
     check_meta(rank, world_size)
     check_apply(rank, world_size)
     check_by_hand(rank, world_size)
+    check_submodule_moves(rank, world_size)
+    check_kept_root_is_fresh(rank, world_size)
     check_casts(rank, world_size)
 
 

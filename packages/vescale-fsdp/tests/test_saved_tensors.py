@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -69,3 +72,16 @@ def test_hooks_of_others_stay_in_force():
 def test_nothing_is_watched_without_gradients():
     with torch.no_grad(), saved_tensor_watch():
         assert not others_watch()
+
+
+def test_a_dropped_graph_is_freed_with_the_collector_off():
+    gc.disable()
+    try:
+        with saved_tensor_watch():
+            y = torch.ones(3, requires_grad=True).exp()
+            z = y.relu()
+        gone = weakref.ref(y)
+        del y, z
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -173,8 +173,9 @@ def check_recovery(rank, world_size):
         loss_of(model, batch(0, rank, DEVICE)).backward()
     handle.remove()
     del loss
-    model.reset_iter_state()
     model.zero_grad()
+    model.reset_iter_state()  # what was on its way does not arrive after zero_grad()
+    assert all(p.grad is None for p in model.parameters())
     for m in (model, twin):
         loss_of(m, batch(1, rank, DEVICE)).backward()
     for name, p in twin.named_parameters():

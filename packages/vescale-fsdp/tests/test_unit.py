@@ -410,6 +410,31 @@ def check_kinds(rank, world_size):
     torch.testing.assert_close(got, plain.base.weight.grad, rtol=1e-2, atol=1e-3)
 
 
+def check_borrowed_only(rank, world_size):
+    """A tied parameter whose owner never runs gets its gradient from the borrower alone."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.owner, self.middle = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+            self.borrower = nn.Linear(6, 6, bias=False)
+            self.borrower.weight = self.owner.weight
+
+        def forward(self, x):
+            return self.borrower(self.middle(x))
+
+    torch.manual_seed(0)
+    plain, model = Tied().to(DEVICE), Tied().to(DEVICE)
+    model.load_state_dict(plain.state_dict())
+    for unit in (model.owner, model.middle, model.borrower, model):
+        fully_shard(unit)
+    for step in range(2):
+        for m in (plain, model):
+            m.zero_grad()
+            m(inputs(rank, step)).square().sum().backward()
+        compare(model, plain, "borrowed only")
+
+
 def check_replaced(rank, world_size):
     model, _ = pair()
     model.first.a.weight = nn.Parameter(torch.zeros(9, 6, device=DEVICE))
@@ -423,6 +448,7 @@ def check_others(rank, world_size):
     check_several_inputs(rank, world_size)
     check_hooks(rank, world_size)
     check_kinds(rank, world_size)
+    check_borrowed_only(rank, world_size)
     check_replaced(rank, world_size)
 
 

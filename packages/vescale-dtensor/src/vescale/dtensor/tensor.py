@@ -32,7 +32,7 @@ from vescale.dtensor.spec import (
 )
 from vescale.dtensor.waiting import WaitingTensor, settled
 
-__all__ = ["DTensor", "adopt", "make_ragged", "ragged_spec", "set_local"]
+__all__ = ["DTensor", "adopt", "local_of", "make_ragged", "ragged_spec", "set_local"]
 
 
 class DTensor(TorchDTensor):
@@ -266,6 +266,11 @@ def make_ragged(
     ``local_flat`` is ``[numel of this rank]`` and has the dtype of the spec.
     """
     return wrap(DTensor, local_flat, spec, requires_grad=requires_grad)
+
+
+def local_of(dtensor: DTensor) -> torch.Tensor:
+    """Return the very tensor that ``dtensor`` holds: no view of it, and nothing recorded."""
+    return dtensor._local_tensor
 
 
 def set_local(dtensor: DTensor, local_flat: torch.Tensor) -> None:

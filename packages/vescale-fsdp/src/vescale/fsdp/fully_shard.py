@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from vescale.dtensor import is_ragged_shard
 from vescale.fsdp.agreement import agree
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
@@ -57,6 +58,7 @@ def fully_shard(
     _check_module(module)
     _check_reshard(reshard_after_forward, optional=True)
     check_policy(mp_policy)
+    _check_ignored(ignored_params)
     mesh = _check_mesh(mesh, module)
     device = _device(mesh)
     found: list[list[Managed]] = []
@@ -66,8 +68,8 @@ def fully_shard(
         items, ties = _collect(module, ignored_params or set(), granularity)
         _check_devices(items, module, device)
         found = _split(items)
-    except (TypeError, ValueError, NotImplementedError) as caught:
-        error = caught
+    except Exception as caught:  # also what the caller's granularity function may raise
+        error = caught  # agree() raises it, here and on the other ranks
     agree(mesh.get_group(), device, "wrap the module", _describe(module, mp_policy, found), error)
     groups = [ParamGroup(items, mesh, device, mp_policy) for items in found]
     for group in groups:
@@ -106,6 +108,17 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} has no forward to gather for; wrap the modules inside it, "
             "or a module around it that has one."
+        )
+
+
+def _check_ignored(ignored: set[nn.Parameter] | None) -> None:
+    if ignored is not None and (
+        isinstance(ignored, (str, torch.Tensor))
+        or not all(isinstance(param, nn.Parameter) for param in ignored)
+    ):
+        raise TypeError(
+            f"ignored_params is {type(ignored).__name__} and holds other things than parameters, "
+            "expected a set of nn.Parameter; pass for example {module.weight}."
         )
 
 
@@ -198,6 +211,11 @@ def _unwrapped(module: nn.Module, prefix: str):
 def _check_param(fqn: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
         raise ValueError(f"{fqn} is not initialised; run one forward of the lazy module first.")
+    if any(is_ragged_shard(p) for p in getattr(param, "placements", ())):
+        raise ValueError(
+            f"{fqn} is sharded by fully_shard already, as part of another module; wrap from the "
+            "inside out, and tie parameters before the first call."
+        )
     if hasattr(param, "device_mesh"):
         raise NotImplementedError(
             f"{fqn} is a DTensor of placements {param.placements}; sharding a tensor-parallel "

@@ -25,6 +25,7 @@ class Managed:
     original: nn.Parameter | None
     granularity: Granularity
     spec: object = None
+    local: torch.Tensor | None = None  # of the sharded form: a view of the shard
     sharded: nn.Parameter = None
     gathered: nn.Parameter | None = None
     extras: dict = field(default_factory=dict)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import RaggedShard
-from vescale.dtensor.tensor import make_ragged, ragged_spec, set_local
+from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec, set_local
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.gradients import GradientBuffer
 from vescale.fsdp.granularity import local_units
@@ -66,9 +66,7 @@ class ParamGroup:
         self._reducing: set[int] | None = None
         self._results = ShardedGradients(self.managed)
         self._version = -1
-        self._expected = 0  # how many parameters require a gradient
-        self._arrived: set[int] = set()  # whose gradient came since the last reduction or backward
-        self._listener: tuple[weakref.WeakMethod, weakref.WeakMethod] | None = None
+        self._listener: weakref.WeakMethod | None = None
 
     def twin(self, managed: list[Managed]) -> "ParamGroup":
         """Return a group for copies of the parameters, laid out alike in memory of its own.
@@ -86,21 +84,18 @@ class ParamGroup:
         views = fresh.weights.shard_views(fresh.weights.shard)
         for item, view in zip(managed, views, strict=True):
             set_local(item.sharded, view)
+            item.local = local_of(item.sharded)
         return fresh
 
-    def listen(self, on_use: Callable[[], None], on_gradient: Callable[[], None]) -> None:
-        """Call these bound methods, held weakly, when backward needs the full parameters, and
-        after each gradient that it produced."""
-        self._listener = (weakref.WeakMethod(on_use), weakref.WeakMethod(on_gradient))
-
-    def _tell(self, which: int) -> None:
-        method = self._listener[which]() if self._listener is not None else None
-        if method is not None:
-            method()
+    def listen(self, on_use: Callable[[], None]) -> None:
+        """Call this bound method, held weakly, when backward needs the full parameters."""
+        self._listener = weakref.WeakMethod(on_use)
 
     def used_in_backward(self) -> None:
         """Tell the unit that backward needs a tensor that lies in the full buffer."""
-        self._tell(0)
+        method = self._listener() if self._listener is not None else None
+        if method is not None:
+            method()
 
     def narrowest_dtype(self) -> torch.dtype:
         """Return the narrowest dtype that the layout is used with."""
@@ -130,6 +125,7 @@ class ParamGroup:
             item.sharded = nn.Parameter(
                 make_ragged(local, item.spec), requires_grad=original.requires_grad
             )
+            item.local = local_of(item.sharded)
             vars(item.sharded).update(item.extras)
             item.register(item.sharded)
             # A tie to a module that is wrapped later is found through the original.
@@ -184,6 +180,7 @@ class ParamGroup:
                 self.mesh, item.spec.placements, tuple(item.sharded.shape), dtype
             )
             set_local(item.sharded, view)
+            item.local = local_of(item.sharded)
             item.gathered = None
 
     def materialize(self) -> None:
@@ -194,6 +191,7 @@ class ParamGroup:
         views = self.weights.shard_views(self.weights.allocate_shard())
         for item, view in zip(self.managed, views, strict=True):
             set_local(item.sharded, view)
+            item.local = local_of(item.sharded)
 
     def _new_weights(self, device: torch.device, dtype: torch.dtype) -> DBuffer:
         return DBuffer(
@@ -222,6 +220,8 @@ class ParamGroup:
         """Launch the gather of the full parameters; a no-op if it is under way or done."""
         if self.state is not State.SHARDED:
             return
+        if any(local_of(item.sharded) is not item.local for item in self.managed):
+            self.adopt_moved()  # a submodule was moved, cast or materialised by itself
         if self.weights.device.type == "meta":
             raise RuntimeError(
                 f"the unit {self.name!r} still has its parameters on the meta device; call "
@@ -243,10 +243,8 @@ class ParamGroup:
             self.state = State.GATHERED
         if self.managed[0].gathered is None:
             self._make_gathered()
-        self._expected = 0
         for item in self.managed:
             item.check_registered()
-            self._expected += item.sharded.requires_grad
             if item.gathered.requires_grad != item.sharded.requires_grad:
                 item.gathered.requires_grad_(item.sharded.requires_grad)
             item.register(item.gathered)
@@ -258,11 +256,12 @@ class ParamGroup:
             self._free()
 
     def _free(self) -> None:
+        if self.state is State.SHARDED:
+            return
         self.weights.wait_gather()
-        if self.state is not State.SHARDED:
-            unwatch(self.weights.full)
-            self.weights.free_full()
-            self.state = State.SHARDED
+        unwatch(self.weights.full)
+        self.weights.free_full()
+        self.state = State.SHARDED
         for item in self.managed:
             item.register(item.sharded)
 
@@ -293,23 +292,12 @@ class ParamGroup:
         """Whether gradients wait in the buffer for a reduction."""
         return self._gradients is not None and bool(self._gradients.written)
 
-    @property
-    def gradients_complete(self) -> bool:
-        """Whether this backward has brought a gradient for every trainable parameter."""
-        return len(self._arrived) >= self._expected
-
-    def end_backward(self) -> None:
-        """Count arriving gradients anew."""
-        self._arrived.clear()
-
     def take_gradient(self, index: int) -> None:
         """Move the gradient that autograd just left on a gathered parameter into the buffer."""
         gathered = self.managed[index].gathered
         self.finish_reduce()  # of this very buffer, if the parameter is used once more
         self._gradient_buffer().write(index, gathered.grad)
         gathered.grad = None
-        self._arrived.add(index)
-        self._tell(1)
 
     def _gradient_buffer(self) -> GradientBuffer:
         if self._gradients is None:
@@ -322,7 +310,6 @@ class ParamGroup:
         """Launch the one reduction of the group's gradients; its payload is always the same."""
         gradients = self._gradient_buffer()
         self._reducing = set(gradients.written)
-        self._arrived.clear()
         with torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"):
             gradients.start(divisor)
 
@@ -349,10 +336,12 @@ class ParamGroup:
 
         ``drop_gradients`` also forgets the gradients that wait for a reduction.
         """
-        self.finish_reduce()
-        self._arrived.clear()
         if drop_gradients and self._gradients is not None:
+            if self._reducing is not None:
+                self._reducing = None
+                self._gradients.finish()  # waited for, and forgotten
             self._gradients.drop()
+        self.finish_reduce()
         self.holders.clear()
         self._free()
         for item in self.managed:

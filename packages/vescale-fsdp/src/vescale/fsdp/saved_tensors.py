@@ -58,6 +58,8 @@ def _pack(tensor: torch.Tensor) -> Any:
     on_use = None
     if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         on_use = _owners.get(tensor.untyped_storage().data_ptr())
+    if tensor.grad_fn is not None:
+        tensor = tensor.detach()  # its node would hold it, and it its node
     # The version, because torch checks none where hooks are in force.
     return tensor, on_use, tensor._version
 

@@ -77,10 +77,11 @@ class Schedule:
                 self._reduce_order.append(unit.index)
 
     def _start_iteration(self) -> None:
-        if self._keep_gathered:
-            self._keep_gathered = False
-            for unit in self._live():
+        for unit in self._live():
+            # Also a root that was kept for a backward: an optimizer may have stepped since.
+            if self._keep_gathered or unit.reshard_after_forward is None:
                 unit.reshard()
+        self._keep_gathered = False
         if self._forward_order:
             self._last_forward_order = self._forward_order
         self._forward_order, self._backward_order = [], []
@@ -196,6 +197,9 @@ class Schedule:
             unit = self._unit(index)
             if index in self._armed or (unit is not None and unit.has_gradients):
                 self._reduce(index)
+        for unit in self._live():  # an owner that never ran itself, only its borrowers
+            if unit.has_gradients:
+                self._reduce(unit.index)
         for group in self._reducing:
             group.finish_reduce()
         self._reducing.clear()

@@ -67,7 +67,7 @@ class Unit:
         self.in_backward = False
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         for group in groups:
-            group.listen(self.before_backward, self._gradient_written)
+            group.listen(self.before_backward)
 
     @property
     def all_groups(self) -> list[ParamGroup]:
@@ -201,11 +201,6 @@ class Unit:
         self.unshard()
         self.schedule.prefetch_backward(self)
 
-    def _gradient_written(self) -> None:
-        # When all gradients are there depends on the data, so no collective may; memory may.
-        if not self._calls and all(g.gradients_complete for g in self.groups if g.trainable):
-            self._reshard_in_backward()
-
     def inputs_done(self, call: _Call) -> None:
         """Note that the inputs of ``call`` have their gradients; the last call ends the unit."""
         self._calls.discard(call)
@@ -223,8 +218,6 @@ class Unit:
     def leave_backward(self) -> None:
         """Free the full parameters: the pass has ended."""
         self.in_backward = False
-        for group in self.groups:
-            group.end_backward()
         if self.reshard_after_backward and not self.schedule.keeps_gathered:
             self.reshard()
             self.drop_unclaimed()
