@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor._torch_compat import TorchDTensor, wrap
+from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
 from vescale.dtensor._torch_compat import foreach_norm as local_foreach_norm
 from vescale.dtensor.ops.operands import unsupported
 from vescale.dtensor.ops.reduce import bind
@@ -20,7 +20,7 @@ from vescale.dtensor.ops.reduction import (
     reduce,
     split_axes,
 )
-from vescale.dtensor.spec import replicated_spec
+from vescale.dtensor.spec import layout_of, replicated_spec
 
 aten = torch.ops.aten
 
@@ -30,9 +30,16 @@ def foreach_norm(func, args, kwargs, ref):
     order = float(args[1]) if len(args) > 1 else 2.0
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     for x in args[0]:
-        if isinstance(x, TorchDTensor) and any(p.is_partial() for p in x._spec.placements):
+        if isinstance(x, TorchDTensor) and _is_pending(x._spec):
             unsupported(func, "a Partial placement still has to be reduced", x)
     return norms(args[0], order, dtype, ref)
+
+
+def _is_pending(spec: DTensorSpec) -> bool:
+    layout = layout_of(spec)
+    if layout is not None:  # knows it already
+        return layout.pending
+    return any(placement.is_partial() for placement in spec.placements)
 
 
 def vector_norm(func, args, kwargs, ref):

@@ -42,7 +42,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def split_axes(spec: DTensorSpec) -> list[int]:
     """Return the mesh axes whose ranks hold different parts of the tensor."""
-    return [axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate()]
+    placements = spec.placements
+    if len(placements) == 1:  # asked once per parameter of a list
+        return [] if placements[0].is_replicate() else [0]
+    return [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
 
 
 def groups_of(mesh: DeviceMesh, axes: Sequence[int]) -> list[dist.ProcessGroup]:
