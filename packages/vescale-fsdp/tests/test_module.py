@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,9 +10,10 @@ from torch import nn
 from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard
-from vescale.fsdp import Elements, MixedPrecisionPolicy, Rows, Whole, fully_shard
+from vescale.fsdp import Elements, MixedPrecisionPolicy, Rows, Whole, fully_shard, no_sync
+from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.module import param_groups, unit_of
-from vescale.fsdp.param_group import State
+from vescale.fsdp.param_group import ParamGroup, State
 
 
 def wrapped(seed=0, tied=True, device=DEVICE, **options):
@@ -158,6 +161,18 @@ def check_submodule_moves(rank, world_size):
         model[1].weight.fill_(1)
     assert torch.equal(model(x), torch.full((3, 2), 4.0, device=DEVICE))
     assert_views_of_the_buffer(model)
+    # A move that changes nothing is noticed once, not at every gather.
+    model[0].to(DEVICE)
+    model(x)
+    with mock.patch.object(ParamGroup, "adopt_moved") as adopt:
+        model(x)
+    adopt.assert_not_called()
+    # Gradients that no backward has reduced would be lost.
+    with no_sync(model):
+        model(x).sum().backward()
+    model[0].double()
+    with pytest.raises(RuntimeError, match="no backward has reduced yet"):
+        model(x)
     empty = fully_shard(nn.Sequential(nn.Linear(4, 4, device="meta")))
     empty[0].to_empty(device=DEVICE)
     nn.init.zeros_(empty[0].weight)
@@ -174,6 +189,16 @@ def check_kept_root_is_fresh(rank, world_size):
     before = model(x).detach().clone()  # leaves the root gathered
     optimizer.step()
     assert not torch.equal(model(x).detach(), before)
+
+
+def check_unshard_ahead(rank, world_size):
+    """What was gathered by hand, awaited or not, is what the next forward uses."""
+    for async_op in (False, True):
+        model = fully_shard(nn.Linear(4, 4).to(DEVICE))
+        model(torch.ones(2, 4, device=DEVICE)).sum().backward()
+        model.unshard(async_op=async_op)
+        with mock.patch.object(DBuffer, "all_gather", side_effect=AssertionError("again")):
+            model(torch.ones(2, 4, device=DEVICE)).sum().backward()
 
 
 def check_by_hand(rank, world_size):
@@ -235,6 +260,7 @@ def check_all(rank, world_size, folder):
     check_by_hand(rank, world_size)
     check_submodule_moves(rank, world_size)
     check_kept_root_is_fresh(rank, world_size)
+    check_unshard_ahead(rank, world_size)
     check_casts(rank, world_size)
 
 

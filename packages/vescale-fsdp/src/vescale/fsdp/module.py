@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``fully_shard`` makes of a module: its own class, plus gathering around its forward."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -247,9 +247,7 @@ def _managed_names(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, 
             yield group, index, names
 
 
-def _loadable(
-    group: ParamGroup, index: int, value: torch.Tensor, *, assign: bool
-) -> torch.Tensor | Mapping:
+def _loadable(group: ParamGroup, index: int, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
     """Return what ``_load_from_state_dict`` can take for a sharded parameter: no communication."""
     item: Managed = group.managed[index]
     target = item.sharded

@@ -160,10 +160,12 @@ class ParamGroup:
                 f"{sorted({f'{t.device} {t.dtype}' for t in locals_})}; move the unit as a whole."
             )
         shard = self.weights.shard
-        if all(
-            t.numel() == 0 or t.untyped_storage()._cdata == shard.untyped_storage()._cdata
-            for t in locals_
-        ) and (device, dtype) == (shard.device, shard.dtype):
+        memory = shard.untyped_storage().data_ptr()
+        if (device, dtype) == (shard.device, shard.dtype) and all(
+            t.numel() == 0 or t.untyped_storage().data_ptr() == memory for t in locals_
+        ):
+            for item in self.managed:  # other tensors perhaps, but of the same memory
+                item.local = local_of(item.sharded)
             return
         if dtype != self.dtype:
             self.dtype = dtype
@@ -221,7 +223,9 @@ class ParamGroup:
         if self.state is not State.SHARDED:
             return
         if any(local_of(item.sharded) is not item.local for item in self.managed):
-            self.adopt_moved()  # a submodule was moved, cast or materialised by itself
+            # A submodule was moved, cast or materialised by itself.
+            self.prepare_move()
+            self.adopt_moved()
         if self.weights.device.type == "meta":
             raise RuntimeError(
                 f"the unit {self.name!r} still has its parameters on the meta device; call "

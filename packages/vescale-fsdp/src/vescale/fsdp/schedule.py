@@ -79,7 +79,7 @@ class Schedule:
     def _start_iteration(self) -> None:
         for unit in self._live():
             # Also a root that was kept for a backward: an optimizer may have stepped since.
-            if self._keep_gathered or unit.reshard_after_forward is None:
+            if self._keep_gathered or unit.kept_by_default:
                 unit.reshard()
         self._keep_gathered = False
         if self._forward_order:

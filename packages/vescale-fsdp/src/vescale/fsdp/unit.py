@@ -65,6 +65,7 @@ class Unit:
         self.is_root = False
         self.entered = False
         self.in_backward = False
+        self.kept_by_default = False  # gathered still, by a forward and nobody's wish
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         for group in groups:
             group.listen(self.before_backward)
@@ -110,6 +111,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Give the full parameters up; their memory goes with the last unit that uses them."""
+        self.kept_by_default = False
         for group in self.all_groups:
             group.release(id(self))
 
@@ -147,8 +149,11 @@ class Unit:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_weakly(self.before_backward))
-        if not self.in_backward and self._reshards_after_forward:
-            self.reshard()
+        if not self.in_backward:
+            if self._reshards_after_forward:
+                self.reshard()
+            else:
+                self.kept_by_default = self.reshard_after_forward is None
         self.schedule.leave_forward(self, differentiable=differentiable)
         return output
 
@@ -224,7 +229,7 @@ class Unit:
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Return to the state before a forward."""
-        self.entered = self.in_backward = False
+        self.entered = self.in_backward = self.kept_by_default = False
         self._calls.clear()
         for group in self.groups:
             group.reset(drop_gradients=drop_gradients)

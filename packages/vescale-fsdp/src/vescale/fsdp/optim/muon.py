@@ -125,7 +125,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:  # only now are the parameters a list, and the names beside it
             check_params(self.param_groups[-1], len(self.param_groups) - 1)
-        except Exception:
+        except Exception:  # whatever it was: the optimizer stays as it has been
             self.param_groups.pop()
             raise
         for param in self.param_groups[-1]["params"]:
