@@ -13,6 +13,7 @@ from vescale.dtensor import DTensor, RaggedShard
 from vescale.fsdp import Elements, MixedPrecisionPolicy, Rows, Whole, fully_shard, no_sync
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.module import param_groups, unit_of
+from vescale.fsdp.optim import Muon
 from vescale.fsdp.param_group import ParamGroup, State
 
 
@@ -191,6 +192,25 @@ def check_kept_root_is_fresh(rank, world_size):
     assert not torch.equal(model(x).detach(), before)
 
 
+def check_kept_units_are_fresh(rank, world_size):
+    """Units that are kept on request notice a step of any kind of optimizer."""
+    x = torch.ones(2, 4, device=DEVICE)
+    for make in (
+        lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+        lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
+        lambda params: Muon(params, lr=0.1),
+    ):
+        model = fully_shard(nn.Linear(4, 4, bias=False).to(DEVICE), reshard_after_forward=False)
+        optimizer = make(model.parameters())
+        model(x).square().sum().backward()
+        with torch.no_grad():
+            before = model(x).clone()  # leaves it gathered
+            optimizer.step()
+            assert not torch.equal(model(x), before), optimizer
+            assert torch.equal(model(x), x @ model.state_dict()["weight"].full_tensor().t())
+
+
 def check_unshard_ahead(rank, world_size):
     """What was gathered by hand, awaited or not, is what the next forward uses."""
     for async_op in (False, True):
@@ -260,6 +280,7 @@ def check_all(rank, world_size, folder):
     check_by_hand(rank, world_size)
     check_submodule_moves(rank, world_size)
     check_kept_root_is_fresh(rank, world_size)
+    check_kept_units_are_fresh(rank, world_size)
     check_unshard_ahead(rank, world_size)
     check_casts(rank, world_size)
 

@@ -44,6 +44,8 @@ class Outer(nn.Module):
         self.how = how
         self.first, self.second = Inner(), Inner(wrap_output=how == "object")
         self.head = nn.Linear(6, 2)
+        if how == "reentrant shared":
+            self.shared = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
 
     def forward(self, x):
         if self.how == "twice":
@@ -56,6 +58,11 @@ class Outer(nn.Module):
             reentrant = self.how == "reentrant"
             x = checkpoint(self.first, x, use_reentrant=reentrant)
             return self.head(checkpoint(self.second, x, use_reentrant=reentrant))
+        if self.how == "reentrant shared":
+            for _ in range(2):  # a unit, and a layer of the root's, used twice
+                x = checkpoint(self.first, x, use_reentrant=True)
+                x = checkpoint(self.shared, x, use_reentrant=True)
+            return self.head(self.second(x))
         if self.how == "segment":
             return self.head(
                 checkpoint(lambda x: self.second(self.first(x)), x, use_reentrant=False)
@@ -212,7 +219,17 @@ SEQUENCES = [
     frozen_then_not,
     unit_alone,
 ]
-SHAPES = ["twice", "in place", "reentrant", "non-reentrant", "segment", "object", "dict", "side"]
+SHAPES = [
+    "twice",
+    "in place",
+    "reentrant",
+    "non-reentrant",
+    "segment",
+    "object",
+    "dict",
+    "side",
+    "reentrant shared",
+]
 
 
 def check_sequences(rank, world_size):
@@ -224,7 +241,7 @@ def check_sequences(rank, world_size):
 def check_shapes(rank, world_size):
     for how in SHAPES:
         for sequence in (once, two_forwards_one_backward, one_graph_twice, evaluations_between):
-            if how == "reentrant" and sequence is one_graph_twice:
+            if how.startswith("reentrant") and sequence is one_graph_twice:
                 continue  # torch itself refuses
             run(sequence, how, reshard_after_forward=True)
 

@@ -2,6 +2,7 @@
 """Operators on lists of tensors: what foreach and fused optimizers call."""
 
 import torch
+from torch.autograd.graph import increment_version
 
 from vescale.dtensor._torch_compat import TorchDTensor, list_kernel, wrap
 from vescale.dtensor.ops.operands import alike, local_operand, rewrap, unsupported
@@ -18,6 +19,8 @@ def foreach(func, args, kwargs, ref):
 def foreach_inplace(func, args, kwargs, ref):
     """Run a list operator in place on the local parts of its arguments."""
     list_kernel(func)(*_local_args(func, args, args[0]), **_local_kwargs(func, kwargs))
+    # torch counts writes to the parts only; FSDP looks at the wholes for a step of the optimizer.
+    increment_version(args[0])
 
 
 def _rewrap(part, x):

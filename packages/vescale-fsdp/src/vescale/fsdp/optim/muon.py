@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -154,6 +155,8 @@ class Muon(Optimizer):
         for param, group in options.items():  # this rank holds all of these
             if param.grad is not None:
                 self._update_whole(param, group)
+        # The updates went to local parts. Every rank counts them alike, whatever it holds.
+        increment_version([p for group in self.param_groups for p in group["params"]])
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
