@@ -57,7 +57,7 @@ def check_reduce(rank, world_size):
     buffer.allocate_full().zero_()
     for index, request in enumerate(REQUESTS):
         buffer.view(index).copy_(values(index, request.numel) * (rank + 1))
-    buffer.reduce_scatter()
+    buffer.reduce_scatter().wait()
     total = world_size * (world_size + 1) / 2
     for index, request in enumerate(REQUESTS):
         begin, _, numel = p.local_range(index, rank)
@@ -84,7 +84,7 @@ def check_pieces(rank, world_size):
     assert buffer.tails().shape == (world_size, 3)
     with pytest.raises(RuntimeError, match="pieces"):
         buffer.view(0)
-    buffer.reduce_scatter()
+    buffer.reduce_scatter().wait()
     assert (buffer.shard[p.shard_numel :] == -world_size).all()
     for index, request in enumerate(REQUESTS):
         begin, _, numel = p.local_range(index, rank)

@@ -246,7 +246,7 @@ def check_by_hand(rank, world_size):
     model.reshard()
     assert param_groups(model)[0].state is State.SHARDED
     model.set_requires_gradient_sync(False, recurse=False)
-    assert unit_of(layer).requires_gradient_sync
+    assert param_groups(layer)[0].reduce_options.sync
     with pytest.raises(TypeError, match=r"reshard_after_forward=1\.5"):
         model.set_reshard_after_forward(1.5)
     with pytest.raises(ValueError, match="Linear is not wrapped"):

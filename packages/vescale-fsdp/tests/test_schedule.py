@@ -27,9 +27,9 @@ class Log:
             self.events.append(("gather", self._names[id(buffer.plan)]))
             return gather(buffer)
 
-        def logged_reduce(buffer, **options):
+        def logged_reduce(buffer, *options):
             self.events.append(("reduce", self._names[id(buffer.plan)]))
-            return reduce(buffer, **options)
+            return reduce(buffer, *options)
 
         self._patches = [
             mock.patch.object(DBuffer, "all_gather", logged_gather),

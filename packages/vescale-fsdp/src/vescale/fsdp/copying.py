@@ -67,5 +67,4 @@ def _copy_unit(unit: Unit, module: nn.Module, groups: dict[ParamGroup, ParamGrou
         unit.reshard_after_forward,
     )
     fresh.reshard_after_backward = unit.reshard_after_backward
-    fresh.requires_gradient_sync = unit.requires_gradient_sync
     return fresh

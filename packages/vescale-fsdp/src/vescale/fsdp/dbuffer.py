@@ -12,7 +12,8 @@ S + T takes the place of S above, and a tensor that lies on several ranks is a f
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp._torch_compat import all_gather_flat, reduce_scatter_flat, set_version
+from vescale.fsdp._torch_compat import set_version
+from vescale.fsdp.collectives import Collectives
 from vescale.fsdp.planner import Plan
 
 
@@ -36,6 +37,7 @@ class DBuffer:
         device: torch.device,
         full_dtype: torch.dtype | None = None,
         tail: int = 0,
+        collectives: Collectives | None = None,
     ) -> None:
         if plan.world_size != group.size():
             raise ValueError(
@@ -43,6 +45,7 @@ class DBuffer:
                 "plan the buffer for the group it lives on."
             )
         self.plan, self.group, self.rank = plan, group, group.rank()
+        self.collectives = collectives or Collectives(group)
         self.dtype, self.full_dtype, self.device = dtype, full_dtype or dtype, device
         self.slice_numel = plan.shard_numel + tail
         self.shard: torch.Tensor | None = None
@@ -74,7 +77,7 @@ class DBuffer:
         if self._full is None:
             # Not an inference tensor, also under torch.inference_mode: training may follow.
             with torch.inference_mode(False):
-                self._full = torch.empty(
+                self._full = self.collectives.allocate(
                     self.slice_numel * self.plan.world_size,
                     dtype=self.full_dtype,
                     device=self.device,
@@ -162,7 +165,7 @@ class DBuffer:
                 if self.full_dtype != self.dtype:
                     source = self.slot()
                     source.copy_(self.shard)
-                work = all_gather_flat(full, source, group=self.group, async_op=True)
+                work = self.collectives.all_gather(full, source)
         self._gathering = work, version
 
     def wait_gather(self) -> None:
@@ -176,20 +179,16 @@ class DBuffer:
         # because gloo counts its writes from a thread of its own.
         set_version(self._full, version)
 
-    def reduce_scatter(
-        self, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, async_op: bool = False
-    ) -> dist.Work | None:
-        """Reduce the full buffer over the ranks into a new ``shard`` [S + T] of ``full_dtype``.
+    def reduce_scatter(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
+        """Launch the reduction of the full buffer over the ranks into a new ``shard`` [S + T].
 
-        One collective. With ``async_op``, the full buffer must keep its memory, and the shard has
-        no contents, until the returned work has been waited for.
+        One collective. The full buffer must keep its memory, and the shard has no contents, until
+        the returned work, if any, has been waited for.
         """
         self.shard = self.full.new_empty(self.slice_numel)
         if not self.slice_numel:
             return None
-        return reduce_scatter_flat(
-            self.shard, self.full, op=op, group=self.group, async_op=async_op
-        )
+        return self.collectives.reduce_scatter(self.shard, self.full, op)
 
     def gaps(self) -> list[tuple[int, int]]:
         """Return the padding of the full buffer as (start, numel), in order."""

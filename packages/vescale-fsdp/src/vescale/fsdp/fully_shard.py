@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale.dtensor import is_ragged_shard
 from vescale.fsdp.agreement import agree
+from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import UNIT, FSDPModule, _check_reshard
@@ -71,7 +72,7 @@ def fully_shard(
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
     agree(mesh.get_group(), device, "wrap the module", _describe(module, mp_policy, found), error)
-    groups = [ParamGroup(items, mesh, device, mp_policy) for items in found]
+    groups = [ParamGroup(items, DataMesh(mesh), device, mp_policy) for items in found]
     for group in groups:
         group.shard()
     for (owner, index), slots in ties.items():

@@ -86,7 +86,7 @@ class GradientBuffer:
             buffer.full.mul_(self._scale)
             self._scale = 1.0
         self.written = set()
-        self._work = buffer.reduce_scatter(op=op, async_op=True)
+        self._work = buffer.reduce_scatter(op)
 
     def finish(self) -> torch.Tensor:
         """Wait for the reduction, free the full buffer and return the reduced part [S + flags]."""
@@ -106,6 +106,10 @@ class GradientBuffer:
         flags = shard[plan.shard_numel :].tolist()
         # Tensors without elements have no flag in a group that has nothing to reduce.
         return {i for i, flag in enumerate(flags[: len(plan.requests)]) if flag == 0}
+
+    def shard_views(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return this rank's part of every tensor, flat, as views of what ``finish`` returned."""
+        return self._buffer.shard_views(shard)
 
     def drop(self) -> None:
         """Forget what was written; no reduction may be under way."""

@@ -12,6 +12,7 @@ from vescale.dtensor import distribute_tensor
 from vescale.fsdp.copying import copy_wrapped
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.param_group import ParamGroup
+from vescale.fsdp.reduction import ReduceOptions
 from vescale.fsdp.saved_tensors import saved_tensor_watch
 from vescale.fsdp.schedule import Schedule
 from vescale.fsdp.unit import Unit
@@ -88,8 +89,8 @@ class FSDPModule:
 
         Gradient accumulation that communicates once costs a full gradient buffer per unit.
         """
-        for unit in _units(self, recurse):
-            unit.requires_gradient_sync = requires_gradient_sync
+        for options in _reduce_options(self, recurse):
+            options.sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether forward frees the full parameters, to gather them again in backward."""
@@ -195,15 +196,15 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Restores each unit's setting at the end, also after an exception. See
     ``FSDPModule.set_requires_gradient_sync`` for what it costs.
     """
-    units = [u for m in module.modules() if (u := m.__dict__.get(UNIT)) is not None]
-    before = [unit.requires_gradient_sync for unit in units]
-    for unit in units:
-        unit.requires_gradient_sync = False
+    every = _reduce_options(module, recurse=True)
+    before = [options.sync for options in every]
+    for options in every:
+        options.sync = False
     try:
         yield
     finally:
-        for unit, setting in zip(units, before, strict=True):
-            unit.requires_gradient_sync = setting
+        for options, sync in zip(every, before, strict=True):
+            options.sync = sync
 
 
 def _become_root(module: nn.Module) -> None:
@@ -218,6 +219,10 @@ def _become_root(module: nn.Module) -> None:
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     modules = module.modules() if recurse else [module]
     return [unit for m in modules if (unit := m.__dict__.get(UNIT)) is not None]
+
+
+def _reduce_options(module: nn.Module, recurse: bool) -> list[ReduceOptions]:
+    return [group.reduce_options for unit in _units(module, recurse) for group in unit.groups]
 
 
 def _check_reshard(value: Any, *, optional: bool) -> None:

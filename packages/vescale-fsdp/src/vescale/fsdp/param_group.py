@@ -15,17 +15,16 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import RaggedShard
 from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec, set_local
+from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
-from vescale.fsdp.gradients import GradientBuffer
 from vescale.fsdp.granularity import local_units
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
+from vescale.fsdp.reduction import ReduceOptions, Reduction
 from vescale.fsdp.saved_tensors import unwatch, watch
-from vescale.fsdp.sharded_gradients import ShardedGradients
 
 
 class State(enum.Enum):
@@ -42,19 +41,21 @@ class ParamGroup:
     def __init__(
         self,
         managed: list[Managed],
-        mesh: DeviceMesh,
+        data: DataMesh,
         device: torch.device,
         policy: MixedPrecisionPolicy,
     ) -> None:
         first = managed[0].original
         self.name = ""
-        self.managed, self.mesh, self.device, self.policy = managed, mesh, device, policy
-        self.process_group: dist.ProcessGroup = mesh.get_group()
+        self.managed, self.data, self.device, self.policy = managed, data, device, policy
+        self.mesh = data.mesh
+        self.process_group: dist.ProcessGroup = data.shard_group
         self.dtype = first.dtype
         self.param_dtype = compute_dtype(self.dtype, policy)
         self.reduce_dtype = policy.reduce_dtype or self.param_dtype
         self.lent = False  # whether another unit's module uses one of the parameters
-        self.plan = plan_of(managed, mesh.size(), self.narrowest_dtype())
+        self.reduce_options = ReduceOptions()
+        self.plan = plan_of(managed, self.process_group.size(), self.narrowest_dtype())
         self._clear()
 
     def _clear(self) -> None:
@@ -62,9 +63,7 @@ class ParamGroup:
         self.state = State.SHARDED
         self.holders: set[int] = set()
         self.weights: DBuffer | None = None
-        self._gradients: GradientBuffer | None = None
-        self._reducing: set[int] | None = None
-        self._results = ShardedGradients(self.managed)
+        self.reduction: Reduction | None = None
         self._version = -1
         self._listener: weakref.WeakMethod | None = None
 
@@ -76,8 +75,9 @@ class ParamGroup:
         """
         fresh = copy.copy(self)
         fresh.managed = managed
+        fresh.reduce_options = copy.copy(self.reduce_options)
         fresh._clear()
-        fresh.weights = fresh._new_weights(self.weights.device, self.dtype)
+        fresh._new_weights(self.weights.device, self.dtype)
         fresh.weights.allocate_shard()
         if not self.weights.shard.is_meta:
             fresh.weights.shard.copy_(self.weights.shard)
@@ -108,7 +108,7 @@ class ParamGroup:
         device = self.device
         if self.managed[0].original.is_meta:
             device = torch.device("meta")
-        self.weights = self._new_weights(device, self.dtype)
+        self._new_weights(device, self.dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
         for index, (item, local) in enumerate(zip(self.managed, views, strict=True)):
             original = item.original
@@ -143,7 +143,7 @@ class ParamGroup:
                 "gradient accumulation (a backward with gradient sync, or reset_iter_state()) "
                 "before moving or casting the model."
             )
-        self._results.forget()  # torch swaps no tensor that has a weak reference
+        self.reduction.forget_results()  # torch swaps no tensor that has a weak reference
 
     def adopt_moved(self) -> None:
         """Bring the buffer back under parameters that ``Module._apply`` moved or cast.
@@ -171,10 +171,8 @@ class ParamGroup:
             self.dtype = dtype
             self.param_dtype = compute_dtype(dtype, self.policy)
             self.reduce_dtype = self.policy.reduce_dtype or self.param_dtype
-        self.weights = self._new_weights(device, dtype)
+        self._new_weights(device, dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
-        self._gradients = None
-        self._results.forget()
         for item, local, view in zip(self.managed, locals_, views, strict=True):
             if not local.is_meta:
                 view.copy_(local)
@@ -189,15 +187,24 @@ class ParamGroup:
         """Give a shard on the meta device real memory, of undefined contents."""
         if self.weights.device.type != "meta":
             return
-        self.weights = self._new_weights(self.device, self.dtype)
+        self._new_weights(self.device, self.dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
         for item, view in zip(self.managed, views, strict=True):
             set_local(item.sharded, view)
             item.local = local_of(item.sharded)
 
-    def _new_weights(self, device: torch.device, dtype: torch.dtype) -> DBuffer:
-        return DBuffer(
+    def _new_weights(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.weights = DBuffer(
             self.plan, self.process_group, dtype=dtype, device=device, full_dtype=self.param_dtype
+        )
+        self.reduction = Reduction(
+            self.managed,
+            self.plan,
+            self.data,
+            self.reduce_options,
+            dtype=dtype,
+            reduce_dtype=self.reduce_dtype,
+            device=device,
         )
 
     # --- gather and free --------------------------------------------------------------------
@@ -293,58 +300,32 @@ class ParamGroup:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait in the buffer for a reduction."""
-        return self._gradients is not None and bool(self._gradients.written)
+        """Whether gradients wait for a reduction."""
+        return self.reduction.waits
 
     def take_gradient(self, index: int) -> None:
         """Move the gradient that autograd just left on a gathered parameter into the buffer."""
         gathered = self.managed[index].gathered
-        self.finish_reduce()  # of this very buffer, if the parameter is used once more
-        self._gradient_buffer().write(index, gathered.grad)
+        self.reduction.take(index, gathered.grad)
         gathered.grad = None
 
-    def _gradient_buffer(self) -> GradientBuffer:
-        if self._gradients is None:
-            self._gradients = GradientBuffer(
-                self.plan, self.process_group, dtype=self.reduce_dtype, device=self.weights.device
-            )
-        return self._gradients
-
-    def start_reduce(self, divisor: float) -> None:
-        """Launch the one reduction of the group's gradients; its payload is always the same."""
-        gradients = self._gradient_buffer()
-        self._reducing = set(gradients.written)
+    def start_reduce(self) -> None:
+        """Launch the one reduction of the group's gradients."""
         with torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"):
-            gradients.start(divisor)
+            self.reduction.start()
 
     def finish_reduce(self) -> None:
-        """Put the result of the reduction under way, if any, into the sharded ``.grad``.
-
-        A parameter for which no rank had a gradient keeps the ``.grad`` it had.
-        """
-        if self._reducing is None:
-            return
-        used_here, self._reducing = self._reducing, None
-        gradients = self._gradients
+        """Put the result of the reduction under way, if any, into the sharded ``.grad``."""
         with self._naming_failures("reduction of the gradients"):
-            reduced = gradients.finish()
-        # With a gradient for everything here, no rank found one unused: nothing to look up.
-        all_here = len(used_here) == len(self.managed)
-        unused = set() if all_here else gradients.unused(reduced)
-        reduced = reduced.to(self.dtype)
-        views = self.weights.shard_views(reduced[: self.plan.shard_numel])
-        self._results.add(reduced, views, unused)
+            self.reduction.finish()
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Return to the state before a forward: nothing under way, nothing gathered.
 
         ``drop_gradients`` also forgets the gradients that wait for a reduction.
         """
-        if drop_gradients and self._gradients is not None:
-            if self._reducing is not None:
-                self._reducing = None
-                self._gradients.finish()  # waited for, and forgotten
-            self._gradients.drop()
+        if drop_gradients:
+            self.reduction.drop()
         self.finish_reduce()
         self.holders.clear()
         self._free()

@@ -182,13 +182,13 @@ class Schedule:
         self._armed.discard(index)
         self._ready.discard(index)
         unit = self._unit(index)
-        if unit is None or not unit.requires_gradient_sync:
+        if unit is None:
             return
         for group in unit.groups:
-            if group.trainable:
+            if group.trainable and group.reduce_options.sync:
                 while len(self._reducing) >= REDUCTIONS_IN_FLIGHT:
                     self._reducing.pop(0).finish_reduce()
-                group.start_reduce(unit.gradient_divisor(group))
+                group.start_reduce()
                 self._reducing.append(group)
 
     def _leave_backward(self) -> None:

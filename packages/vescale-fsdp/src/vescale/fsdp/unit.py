@@ -59,7 +59,6 @@ class Unit:
         self.groups, self.borrowed, self.policy = groups, borrowed, policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.requires_gradient_sync = True
         self.schedule: Schedule | None = None
         self.index = -1
         self.is_root = False
@@ -84,10 +83,6 @@ class Unit:
     def lends(self) -> bool:
         """Whether modules of other units use a parameter of this one."""
         return any(group.lent for group in self.groups)
-
-    def gradient_divisor(self, group: ParamGroup) -> float:
-        """Return what the sum of gradients over ranks is divided by: their number."""
-        return float(group.mesh.size())
 
     def join(self, schedule: Schedule) -> None:
         """Take part in ``schedule`` from now on."""
