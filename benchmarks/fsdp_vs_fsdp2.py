@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.fsdp import Rows, fully_shard
-from vescale.fsdp.module import param_groups
+from vescale.fsdp.units import param_groups
 
 COPIES = {"copy_", "_to_copy", "clone", "cat", "_chunk_cat", "chunk_cat", "all_gather_copy_in"}
 SPLITS = {"split_with_sizes_copy"}

@@ -14,7 +14,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / "packages"
 DTENSOR = "vescale-dtensor/src/vescale/dtensor"
 FSDP = "vescale-fsdp/src/vescale/fsdp"
-ENTRY = ("vescale.fsdp.fully_shard", "vescale.fsdp.module", "vescale.fsdp.copying")
+ENTRY = (
+    "vescale.fsdp.fully_shard",
+    "vescale.fsdp.module",
+    "vescale.fsdp.copying",
+    "vescale.fsdp.gather_settings",
+    "vescale.fsdp.reduce_settings",
+    "vescale.fsdp.units",
+)
 MODULES = (*ENTRY, "vescale.fsdp.unit", "vescale.fsdp.schedule")
 PARAMETERS = ("vescale.fsdp.param_group", *MODULES)
 FORBIDDEN = {

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard
-from vescale.fsdp.module import param_groups
+from vescale.fsdp.units import param_groups
 
 
 def wrapped():

@@ -22,7 +22,7 @@ from vescale.fsdp import (
     Whole,
     fully_shard,
 )
-from vescale.fsdp.module import param_groups
+from vescale.fsdp.units import param_groups
 
 STEPS = 5
 

@@ -74,6 +74,7 @@ def test_granularities_are_values():
     ("make", "error", "message"),
     [
         (lambda: Rows(0), ValueError, "Rows: n=0"),
+        (lambda: Rows(True), TypeError, "Rows: n=True is no integer"),
         (lambda: Block(0, 4), ValueError, "Block: dims=0"),
         (lambda: Block(2, -1), ValueError, "Block: n=-1"),
         (lambda: Rows(1.5), TypeError, r"Rows: n=1\.5"),

@@ -12,9 +12,9 @@ from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard
 from vescale.fsdp import Elements, MixedPrecisionPolicy, Rows, Whole, fully_shard, no_sync
 from vescale.fsdp.dbuffer import DBuffer
-from vescale.fsdp.module import param_groups, unit_of
 from vescale.fsdp.optim import Muon
 from vescale.fsdp.param_group import ParamGroup, State
+from vescale.fsdp.units import param_groups, unit_of
 
 
 def wrapped(seed=0, tied=True, device=DEVICE, **options):
@@ -249,6 +249,14 @@ def check_by_hand(rank, world_size):
     assert param_groups(layer)[0].reduce_options.sync
     with pytest.raises(TypeError, match=r"reshard_after_forward=1\.5"):
         model.set_reshard_after_forward(1.5)
+    with pytest.raises(TypeError, match="requires_gradient_sync=1 is a int; pass True or False"):
+        model.set_requires_gradient_sync(1)
+    with pytest.raises(TypeError, match="recurse=None"):
+        model.set_reshard_after_backward(True, recurse=None)
+    with pytest.raises(TypeError, match="no_sync got a NoneType"), no_sync(None):
+        pass
+    with pytest.raises(ValueError, match="no module in Linear is wrapped"), no_sync(layer.up):
+        pass
     with pytest.raises(ValueError, match="Linear is not wrapped"):
         unit_of(layer.up)
 

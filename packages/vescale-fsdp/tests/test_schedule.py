@@ -9,8 +9,8 @@ from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard, no_sync
 from vescale.fsdp.dbuffer import DBuffer
-from vescale.fsdp.module import param_groups, unit_of
 from vescale.fsdp.param_group import State
+from vescale.fsdp.units import param_groups, unit_of
 
 
 class Log:

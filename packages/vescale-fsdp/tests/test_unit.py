@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from testing.models import VOCAB, batch, build, loss_of
 from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard
-from vescale.fsdp.module import param_groups
+from vescale.fsdp.units import param_groups
 
 
 class Hidden:

@@ -10,8 +10,9 @@ from vescale.fsdp.granularity import (
     Rows,
     Whole,
 )
-from vescale.fsdp.module import FSDPModule, UnshardHandle, no_sync
+from vescale.fsdp.module import FSDPModule, UnshardHandle
 from vescale.fsdp.policy import MixedPrecisionPolicy
+from vescale.fsdp.reduce_settings import no_sync
 
 __all__ = [
     "Block",

@@ -11,13 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale.dtensor import is_ragged_shard
 from vescale.fsdp.agreement import agree
+from vescale.fsdp.arguments import check_reshard
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
-from vescale.fsdp.module import UNIT, FSDPModule, _check_reshard
+from vescale.fsdp.module import FSDPModule
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.policy import MixedPrecisionPolicy, check_policy
 from vescale.fsdp.unit import Unit
+from vescale.fsdp.units import UNIT
 
 _wrapped_classes: dict[type, type] = {}
 
@@ -57,7 +59,7 @@ def fully_shard(
     different things.
     """
     _check_module(module)
-    _check_reshard(reshard_after_forward, optional=True)
+    check_reshard(reshard_after_forward, optional=True)
     check_policy(mp_policy)
     _check_ignored(ignored_params)
     mesh = _check_mesh(mesh, module)

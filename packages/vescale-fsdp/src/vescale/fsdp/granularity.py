@@ -196,6 +196,8 @@ def local_units(plan: Plan, index: int, unit_numel: int) -> tuple[int, ...]:
 
 def _positive(value: int, owner: str, name: str) -> int:
     try:
+        if isinstance(value, bool):  # True is no count, though Python would take it for 1
+            raise TypeError
         value = operator.index(value)
     except TypeError:
         raise TypeError(f"{owner}: {name}={value!r} is no integer; pass a count.") from None

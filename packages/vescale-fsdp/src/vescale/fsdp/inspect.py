@@ -165,7 +165,7 @@ def layout(model: nn.Module) -> Layout:
 
     Works in any state, sharded or gathered; a model that is not wrapped has an empty layout.
     """
-    from vescale.fsdp.module import param_groups  # the runtime; a layout itself needs only plans
+    from vescale.fsdp.units import param_groups  # the runtime; a layout itself needs only plans
 
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
     return layout_of_groups(param_groups(model), shapes)

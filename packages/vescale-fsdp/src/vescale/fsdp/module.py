@@ -2,7 +2,6 @@
 """What ``fully_shard`` makes of a module: its own class, plus gathering around its forward."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,14 +9,14 @@ from torch import nn
 
 from vescale.dtensor import distribute_tensor
 from vescale.fsdp.copying import copy_wrapped
+from vescale.fsdp.gather_settings import GatherSettings
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.param_group import ParamGroup
-from vescale.fsdp.reduction import ReduceOptions
+from vescale.fsdp.reduce_settings import ReduceSettings
 from vescale.fsdp.saved_tensors import saved_tensor_watch
 from vescale.fsdp.schedule import Schedule
 from vescale.fsdp.unit import Unit
-
-UNIT = "_vescale_unit"  # in the instance's __dict__, past nn.Module.__setattr__
+from vescale.fsdp.units import UNIT, param_groups, unit_of, units_of
 
 
 class UnshardHandle:
@@ -33,7 +32,7 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule:
+class FSDPModule(GatherSettings, ReduceSettings):
     """Mixed into a module's class by ``fully_shard``.
 
     Calling the module, or its ``forward``, gathers its parameters, runs it and frees them. At all
@@ -42,8 +41,8 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         # Containers build slices of themselves with type(self)(...): those are plain modules.
-        plain = cls.__mro__[2]
-        return plain(*args, **kwargs)
+        at = cls.__mro__.index(FSDPModule) + len(FSDPModule.__mro__) - 1  # what it was mixed into
+        return cls.__mro__[at](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, super().__call__, args, kwargs)
@@ -80,31 +79,6 @@ class FSDPModule:
         if unit.schedule is not None:
             unit.schedule.reset(drop_gradients=True)
 
-    # --- settings ---------------------------------------------------------------------------
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Choose whether backward reduces gradients; without, they add up unsharded.
-
-        Gradient accumulation that communicates once costs a full gradient buffer per unit.
-        """
-        for options in _reduce_options(self, recurse):
-            options.sync = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether forward frees the full parameters, to gather them again in backward."""
-        _check_reshard(reshard_after_forward, optional=False)
-        for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Choose whether backward frees the full parameters."""
-        for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
-
     # --- what nn.Module does with parameters ------------------------------------------------
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
@@ -120,7 +94,7 @@ class FSDPModule:
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state dict with sharded parameters, as DTensors, without communication."""
-        for unit in _units(self, recurse=False):
+        for unit in units_of(self, recurse=False):
             unit.reshard()
         return super().state_dict(*args, **kwargs)
 
@@ -167,76 +141,13 @@ def _run(module: FSDPModule, inner: Callable, args: tuple, kwargs: dict) -> Any:
         unit.entered = False
 
 
-def unit_of(module: nn.Module) -> Unit:
-    """Return the unit behind a wrapped module; raises ValueError for any other module."""
-    unit = module.__dict__.get(UNIT)
-    if unit is None:
-        raise ValueError(f"{type(module).__name__} is not wrapped; call fully_shard on it first.")
-    return unit
-
-
-def param_groups(model: nn.Module) -> list[ParamGroup]:
-    """Return the parameter groups of ``model``'s units, in the order of ``named_modules``.
-
-    Each group's ``name`` is the FQN of its unit in ``model``; "" for the model itself.
-    """
-    groups = []
-    for name, module in model.named_modules():
-        unit = module.__dict__.get(UNIT)
-        for group in unit.groups if unit is not None else ():
-            group.name = name
-            groups.append(group)
-    return groups
-
-
-@contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients without communication inside the context.
-
-    Restores each unit's setting at the end, also after an exception. See
-    ``FSDPModule.set_requires_gradient_sync`` for what it costs.
-    """
-    every = _reduce_options(module, recurse=True)
-    before = [options.sync for options in every]
-    for options in every:
-        options.sync = False
-    try:
-        yield
-    finally:
-        for options, sync in zip(every, before, strict=True):
-            options.sync = sync
-
-
 def _become_root(module: nn.Module) -> None:
     """Put all units under ``module`` on one schedule."""
     schedule = Schedule()
     param_groups(module)  # names them
-    for unit in _units(module, recurse=True):
+    for unit in units_of(module, recurse=True):
         unit.join(schedule)
         unit.is_root = unit.module() is module
-
-
-def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    modules = module.modules() if recurse else [module]
-    return [unit for m in modules if (unit := m.__dict__.get(UNIT)) is not None]
-
-
-def _reduce_options(module: nn.Module, recurse: bool) -> list[ReduceOptions]:
-    return [group.reduce_options for unit in _units(module, recurse) for group in unit.groups]
-
-
-def _check_reshard(value: Any, *, optional: bool) -> None:
-    if isinstance(value, bool) or (optional and value is None):
-        return
-    if isinstance(value, int):
-        raise NotImplementedError(
-            f"reshard_after_forward={value}: a smaller world's copy is not supported yet; pass "
-            "True or False."
-        )
-    raise TypeError(
-        f"reshard_after_forward={value!r} is a {type(value).__name__}; pass True or False"
-        + (", or None for the default." if optional else ".")
-    )
 
 
 def _managed_names(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, int, list[str]]]:

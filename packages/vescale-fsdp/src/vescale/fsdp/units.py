@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the units behind the modules of a model."""
+
+from torch import nn
+
+from vescale.fsdp.param_group import ParamGroup
+from vescale.fsdp.reduction import ReduceOptions
+from vescale.fsdp.unit import Unit
+
+UNIT = "_vescale_unit"  # in the instance's __dict__, past nn.Module.__setattr__
+
+
+def find_unit(module: nn.Module) -> Unit | None:
+    """Return the unit behind a wrapped module, None for any other module."""
+    return module.__dict__.get(UNIT)
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """Return the unit behind a wrapped module; raises ValueError for any other module."""
+    unit = find_unit(module) if isinstance(module, nn.Module) else None
+    if unit is None:
+        raise ValueError(f"{type(module).__name__} is not wrapped; call fully_shard on it first.")
+    return unit
+
+
+def units_of(module: nn.Module, recurse: bool) -> list[Unit]:
+    """Return the units of ``module`` and, with ``recurse``, of what is under it, each once."""
+    modules = module.modules() if recurse else [module]
+    return list({id(unit): unit for m in modules if (unit := find_unit(m)) is not None}.values())
+
+
+def reduce_options_of(module: nn.Module, recurse: bool) -> list[ReduceOptions]:
+    """Return the options of the reductions of ``units_of``, one for each parameter group."""
+    return [group.reduce_options for unit in units_of(module, recurse) for group in unit.groups]
+
+
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    """Return the parameter groups of ``model``'s units, in the order of ``named_modules``.
+
+    Each group's ``name`` is the FQN of its unit in ``model``; "" for the model itself.
+    """
+    groups: dict[int, ParamGroup] = {}
+    for name, module in model.named_modules():
+        unit = find_unit(module)
+        for group in unit.groups if unit is not None else ():
+            if id(group) not in groups:
+                group.name = name
+                groups[id(group)] = group
+    return list(groups.values())
