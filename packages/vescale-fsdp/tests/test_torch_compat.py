@@ -80,3 +80,11 @@ def test_a_fake_group_is_known(fake_group):
     group = fake_group(8)
     assert compat.is_fake(group, torch.device("cpu"))
     assert not compat.averages(group, torch.device("cpu"))
+
+
+def test_foreach_norm_takes_a_dtype_and_foreach_mul_a_tensor():
+    parts = [torch.full((4,), 3.0, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    norms = compat.foreach_norm(parts, 2.0, torch.float32)
+    assert [(norm.dtype, norm.item()) for norm in norms] == [(torch.float32, 6.0)] * 2
+    compat.foreach_mul_(parts, torch.tensor(0.5, device=DEVICE))
+    assert all(part.dtype == torch.bfloat16 and part[0] == 1.5 for part in parts)

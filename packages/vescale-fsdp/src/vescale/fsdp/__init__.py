@@ -3,6 +3,7 @@
 
 import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 from vescale.fsdp.fully_shard import fully_shard
+from vescale.fsdp.grad_norm import clip_grad_norm_
 from vescale.fsdp.granularity import (
     Block,
     Elements,
@@ -23,6 +24,7 @@ __all__ = [
     "Rows",
     "UnshardHandle",
     "Whole",
+    "clip_grad_norm_",
     "fully_shard",
     "no_sync",
 ]

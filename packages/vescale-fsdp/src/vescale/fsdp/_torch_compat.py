@@ -55,3 +55,8 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable]:
 def gradient_hooks(param: torch.Tensor) -> list[Callable]:
     """Return what ``register_hook`` registered on the leaf ``param``, in order."""
     return list((param._backward_hooks or {}).values())
+
+
+# Checked on 2.13: (tensors, ord, dtype) -> list of norms; (tensors, scalar tensor) in place.
+foreach_norm = torch._foreach_norm
+foreach_mul_ = torch._foreach_mul_
