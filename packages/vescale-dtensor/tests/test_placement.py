@@ -3,6 +3,8 @@ import copy
 import pickle
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor.placement import RaggedShard, _StridedRaggedShard, is_ragged_shard
@@ -92,3 +94,58 @@ def test_a_shape_that_does_not_fit_is_an_error():
         RaggedShard((0, 1), (1, 3)).split((8,), 0)
     with pytest.raises(ValueError, match="at most 0 dims"):
         RaggedShard((0,), (0, 1)).split_numels(())
+
+
+units_of_ranks = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 30)), min_size=1, max_size=6
+).filter(lambda runs: any(units and ranks for units, ranks in runs))
+
+
+@given(units_of_ranks, st.integers(0, 3), st.sampled_from([(0,), (0, 1)]))
+def test_runs_and_plain_units_are_one_value(runs, factor, dims):
+    units = tuple(count for count, ranks in runs for _ in range(ranks))
+    plain, encoded = RaggedShard(dims, units), RaggedShard.from_runs(dims, runs)
+    assert plain == encoded
+    assert hash(plain) == hash(encoded)
+    assert encoded.local_units == units
+    assert encoded.axis_size == len(units)
+    assert eval(repr(encoded)) == encoded
+    assert pickle.loads(pickle.dumps(encoded)) == encoded
+    owners = [rank for rank, count in enumerate(units) if count]
+    assert encoded.owner == (owners[0] if len(owners) == 1 else None)
+    shape = (sum(units) * factor, 2, 1)
+    numels = [2 * factor * count for count in units]
+    if encoded.owner is not None:
+        numels = [sum(numels) if rank == encoded.owner else 0 for rank in range(len(units))]
+    assert encoded.split_numels(shape) == tuple(numels)
+    ranges = [encoded.split(shape, rank) for rank in range(len(units))]
+    assert ranges == [(sum(numels[:r]), sum(numels[: r + 1])) for r in range(len(units))]
+    other = (units[0] + 1, *units[1:])
+    assert encoded != RaggedShard(dims, other)
+
+
+def test_nothing_in_a_placement_of_ten_thousand_ranks_is_long():
+    ragged = RaggedShard((0,), [3] * 5000 + [1] + [0] * 5239)
+    assert ragged.axis_size == 10240
+    assert ragged.runs == ((3, 5000), (1, 1), (0, 5239))
+    assert repr(ragged) == (
+        "RaggedShard(dims=(0,), local_units=(3,) * 5000 + (1,) * 1 + (0,) * 5239)"
+    )
+    assert len(pickle.dumps(ragged)) < 200
+    assert ragged.split((15001, 7), 9000) == (15001 * 7, 15001 * 7)
+
+
+@pytest.mark.parametrize(
+    ("runs", "error", "message"),
+    [
+        ([(1, -1)], ValueError, "negative number of ranks"),
+        ([(-1, 3)], ValueError, "non-negative"),
+        ([(0, 3)], ValueError, "positive sum"),
+        ([], ValueError, "positive sum"),
+        ([1, 2], TypeError, "pairs of ints"),
+        ([(0.5, 2)], TypeError, "pairs of ints"),
+    ],
+)
+def test_mistakes_in_runs_name_them(runs, error, message):
+    with pytest.raises(error, match=message):
+        RaggedShard.from_runs((0,), runs)

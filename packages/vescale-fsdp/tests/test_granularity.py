@@ -15,9 +15,9 @@ from vescale.fsdp.granularity import (
     Rows,
     Whole,
     default_granularity,
-    local_units,
     parse_granularity,
     resolve_granularity,
+    unit_runs,
 )
 from vescale.fsdp.planner import Request, plan
 
@@ -163,11 +163,13 @@ granularities = st.one_of(
 
 
 @given(st.lists(st.integers(0, 7), min_size=3, max_size=3), granularities, st.integers(1, 9))
-def test_local_units_give_the_planned_ranges_back(shape, granularity, world_size):
+def test_units_give_the_planned_ranges_back(shape, granularity, world_size):
     block, unit = granularity.block_numel(shape), granularity.unit_numel(shape)
     assert block % unit == 0
     p = plan([Request("a", 5), Request("w", math.prod(shape), block)], world_size)
-    units = local_units(p, 1, unit)
+    runs = unit_runs(p, 1, unit)
+    units = [count for count, ranks in runs for _ in range(ranks)]
+    assert len(runs) <= 5
     assert len(units) == world_size
     assert sum(units) > 0
     assert math.gcd(*units) == 1
@@ -179,8 +181,8 @@ def test_local_units_give_the_planned_ranges_back(shape, granularity, world_size
         assert sum(u > 0 for u in units) == 1
 
 
-def test_local_units_of_a_unit_that_was_not_planned_with():
+def test_units_of_a_unit_that_was_not_planned_with():
     p = plan([Request("w", 12, 3)], 4)
-    assert local_units(p, 0, 3) == (1, 1, 1, 1)
+    assert unit_runs(p, 0, 3) == ((1, 1), (1, 2), (1, 1))
     with pytest.raises(ValueError, match=r"w: unit_numel=2 .*\[3\]"):
-        local_units(p, 0, 2)
+        unit_runs(p, 0, 2)

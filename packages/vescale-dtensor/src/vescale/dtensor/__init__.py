@@ -17,7 +17,12 @@ from vescale.dtensor._torch_compat import (
 )
 from vescale.dtensor.factory import distribute_tensor, empty, full, ones, rand, randn, zeros
 from vescale.dtensor.many import redistribute_many
-from vescale.dtensor.placement import RaggedShard, _StridedRaggedShard, is_ragged_shard
+from vescale.dtensor.placement import (
+    RaggedShard,
+    _StridedRaggedShard,
+    is_ragged_shard,
+    rebuild_ragged_shard,
+)
 from vescale.dtensor.tensor import DTensor
 
 __all__ = [
@@ -48,6 +53,8 @@ __all__ = [
 _Partial = Partial  # upstream's name
 
 # Registrations that torch offers; nothing of torch is replaced.
-torch.serialization.add_safe_globals([DTensor, RaggedShard, _StridedRaggedShard])
+torch.serialization.add_safe_globals(
+    [DTensor, RaggedShard, _StridedRaggedShard, rebuild_ragged_shard]
+)
 enable_foreach(DTensor)
 _dispatch_rules = enable_subclass_dispatch(DTensor)  # the rules live as long as this

@@ -23,6 +23,7 @@ from vescale.dtensor.redistribute import (
     redistribute_local,
     start_redistribute,
 )
+from vescale.dtensor.runs import locate, total
 from vescale.dtensor.spec import (
     layout_of,
     make_spec,
@@ -190,18 +191,19 @@ def derive_shape(
     axis = ragged_axis(placements)
     ragged = placements[axis]
     plain = all(p.is_replicate() or p.is_partial() for p in placements if p is not ragged)
-    if not plain or ragged.dims != (0,) or 0 in ragged.local_units or local.ndim == 0:
+    some_empty = not all(units for units, _ in ragged.runs)
+    if not plain or ragged.dims != (0,) or some_empty or local.ndim == 0:
         raise ValueError(
             f"from_local cannot derive the global shape from the local one for {placements} on "
             "every rank alike; pass shape=."
         )
-    units = ragged.local_units[mesh.get_local_rank(axis)]
+    _, units = locate(ragged.runs, mesh.get_local_rank(axis))
     if local.shape[0] % units:
         raise ValueError(
             f"the local tensor has {local.shape[0]} rows, which is not a multiple of this rank's "
             f"{units} units of {ragged}; pass shape= and the flat part."
         )
-    return (local.shape[0] // units * sum(ragged.local_units), *local.shape[1:])
+    return (local.shape[0] // units * total(ragged.runs), *local.shape[1:])
 
 
 def _replicate_rank0(flat: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

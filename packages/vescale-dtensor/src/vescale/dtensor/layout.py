@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vescale.dtensor.placement import RaggedShard
+from vescale.dtensor.runs import Runs
 
 Shape = tuple[int, ...]
 
@@ -36,10 +37,15 @@ class Layout:
     def numel(self) -> int:
         return self.end - self.start
 
-    @functools.cached_property
+    @property
     def split_numels(self) -> tuple[int, ...]:
-        """Every rank's number of elements along ``axis``; linear in the axis size, once."""
+        """Every rank's number of elements along ``axis``; linear in the axis size, and not kept."""
         return self.placement.split_numels(self.base_shape)
+
+    @functools.cached_property
+    def split_runs(self) -> Runs:
+        """``split_numels`` run-length encoded, which tells layouts apart as well."""
+        return self.placement.split_runs(self.base_shape)
 
     @functools.cached_property
     def block_shape(self) -> Shape:

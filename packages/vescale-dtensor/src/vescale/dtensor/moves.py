@@ -88,7 +88,7 @@ def _find(
     shape = _block_shape(spec, axis)
     match old, new:
         case RaggedShard(), RaggedShard():
-            if before.split_numels == after.split_numels:  # other names for the same ranges
+            if before.split_runs == after.split_runs:  # other names for the same ranges
                 return Move("local", axis, pack=_same)
             counts = exchange_counts(before.split_numels, after.split_numels, rank)
             return Move("exchange", axis, *map(tuple, counts))

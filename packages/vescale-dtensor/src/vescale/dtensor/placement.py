@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.distributed.tensor import Placement
 
+from vescale.dtensor.runs import Runs, canonical, encode, expand, length, locate, text, total
+
 
 class RaggedShard(Placement):
     """Divide a tensor's row-major memory over one mesh axis, in proportion to ``local_units``.
@@ -20,7 +22,9 @@ class RaggedShard(Placement):
     The cut is always the last one: on a mesh of several axes the other placements are applied
     first, and what they leave on this rank is divided.
 
-    A value object: equal and hashed by ``(dims, local_units)``.
+    A value object: equal and hashed by ``(dims, local_units)``. It keeps the units run-length
+    encoded, so it is as small on 10,000 ranks as on 8: ``runs`` are pairs ``(units, ranks)``, and
+    ``from_runs`` takes them. ``axis_size`` is the number of ranks.
 
     Raises ValueError when ``dims`` is not a prefix, a unit is negative, all are zero, or
     ``dims=()`` has several owners.
@@ -30,35 +34,69 @@ class RaggedShard(Placement):
         super().__init__()  # the base is C++: is_shard() on an uninitialised one is a crash
         try:
             dims, units = tuple(map(operator.index, dims)), tuple(local_units)
-            total = sum(units)
-            if type(total) is not int:  # asking the sum, not each of perhaps 10,000 units
+            if type(sum(units)) is not int:  # asking the sum, not each of perhaps 10,000 units
                 units = tuple(map(operator.index, units))
-                total = sum(units)
         except TypeError as error:
             raise TypeError(
                 f"RaggedShard got dims={dims!r} and local_units={local_units!r}, but both are "
                 "sequences of ints, with one unit count per rank, as in RaggedShard((0,), (1, 3))."
             ) from error
+        self._set(dims, encode(units))
+
+    @staticmethod
+    def from_runs(dims: Iterable[int], runs: Iterable[tuple[int, int]]) -> "RaggedShard":
+        """Return the placement whose ``local_units`` are ``units`` for the next ``ranks`` ranks.
+
+        ``runs`` are such pairs ``(units, ranks)`` of ints in rank order. The cost does not depend
+        on the number of ranks. Raises like the constructor, and ValueError for a negative number
+        of ranks.
+        """
+        try:
+            dims = tuple(map(operator.index, dims))
+            runs = tuple((operator.index(units), operator.index(ranks)) for units, ranks in runs)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"RaggedShard.from_runs got dims={dims!r} and runs={runs!r}, but runs are pairs of "
+                "ints (units, ranks), as in ((1, 8), (0, 56)) for 64 ranks."
+            ) from error
+        if any(ranks < 0 for _, ranks in runs):
+            raise ValueError(
+                f"RaggedShard.from_runs got runs={runs}, but a run (units, ranks) has no negative "
+                "number of ranks; give pairs as in ((1, 8), (0, 56)) for 64 ranks."
+            )
+        placement = RaggedShard.__new__(RaggedShard)
+        Placement.__init__(placement)
+        placement._set(dims, canonical(runs))
+        return placement
+
+    def _set(self, dims: tuple[int, ...], runs: Runs) -> None:
         if dims != tuple(range(len(dims))):
             raise ValueError(
                 f"RaggedShard got dims={dims}, but they must be a prefix (0, ..., k-1) of the "
                 "tensor's dims; permute the tensor so that the dims to cut come first."
             )
-        if total <= 0 or min(units) < 0:
+        units = total(runs)
+        if units <= 0 or min(runs)[0] < 0:
             raise ValueError(
-                f"RaggedShard got local_units={units}, but they must be non-negative with a "
+                f"RaggedShard got local_units={text(runs)}, but they must be non-negative with a "
                 "positive sum; give one unit count per rank of the mesh axis."
             )
-        single_owner = len(units) - units.count(0) == 1
+        owners = [(run, ranks) for run, (value, ranks) in enumerate(runs) if value]
+        single_owner = len(owners) == 1 and owners[0][1] == 1
         if not dims and not single_owner:
             raise ValueError(
-                f"RaggedShard got dims=() with local_units={units}, but a tensor that is kept "
+                f"RaggedShard got dims=() with local_units={text(runs)}, but a tensor that is kept "
                 "whole has one owner; make exactly one unit non-zero, or give dims to cut."
             )
-        self.dims, self.local_units = dims, units
-        self._total = total
-        self._hash = hash((type(self).__name__, dims, units))  # once: there may be 10,000 units
-        self._owner = units.index(total) if single_owner else None
+        self.dims, self.runs, self.axis_size = dims, runs, length(runs)
+        self._total = units
+        self._hash = hash((type(self).__name__, dims, runs))
+        self._owner = length(runs[: owners[0][0]]) if single_owner else None
+
+    @property
+    def local_units(self) -> tuple[int, ...]:
+        """One unit count per rank: ``[axis_size]``; made of ``runs`` when it is asked for."""
+        return expand(self.runs)
 
     @property
     def owner(self) -> int | None:
@@ -84,28 +122,33 @@ class RaggedShard(Placement):
     def split(self, shape: Sequence[int], rank: int) -> tuple[int, int]:
         """Return the flat range ``[start, end)``, in elements, of ``rank`` in ``shape``."""
         self._check_ndim(shape)
-        if not 0 <= rank < len(self.local_units):
+        if not 0 <= rank < self.axis_size:
             raise ValueError(
-                f"{self} has units for {len(self.local_units)} ranks, so there is no rank {rank}; "
+                f"{self} has units for {self.axis_size} ranks, so there is no rank {rank}; "
                 "give the rank on the mesh axis that it cuts over, counted from 0."
             )
         if self._owner is not None:
             numel = math.prod(shape)
             return (0 if rank <= self._owner else numel), (0 if rank < self._owner else numel)
         unit = self.unit_numel(shape)
-        start = sum(self.local_units[:rank]) * unit
-        return start, start + self.local_units[rank] * unit
+        before, units = locate(self.runs, rank)
+        return before * unit, (before + units) * unit
 
     def split_numels(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return every rank's number of elements of a tensor, or of a block, of ``shape``."""
+        return expand(self.split_runs(shape))
+
+    def split_runs(self, shape: Sequence[int]) -> Runs:
+        """Return ``split_numels`` run-length encoded, as pairs ``(numel, ranks)``.
+
+        Equal for equal numbers, whatever the units.
+        """
         self._check_ndim(shape)
         if self._owner is not None:
             numel = math.prod(shape)
-            return tuple(
-                numel if rank == self._owner else 0 for rank in range(len(self.local_units))
-            )
+            return canonical((numel if units else 0, ranks) for units, ranks in self.runs)
         unit = self.unit_numel(shape)
-        return tuple(units * unit for units in self.local_units)
+        return canonical((units * unit, ranks) for units, ranks in self.runs)
 
     def reconstruct_tensor_from_flat(
         self, flat_tensor: torch.Tensor, shape: Sequence[int]
@@ -138,25 +181,30 @@ class RaggedShard(Placement):
             type(other) is type(self)
             and self._hash == other._hash
             and self.dims == other.dims
-            and self.local_units == other.local_units
+            and self.runs == other.runs
         )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
-        return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
+        return f"RaggedShard(dims={self.dims}, local_units={text(self.runs)})"
 
     __str__ = __repr__
 
     def __reduce__(self):  # the default would skip __init__, and with it the C++ base
-        return type(self), (self.dims, self.local_units)
+        return rebuild_ragged_shard, (self.dims, self.runs)
 
     def __copy__(self) -> "RaggedShard":
         return self
 
     def __deepcopy__(self, memo: dict) -> "RaggedShard":
         return self
+
+
+def rebuild_ragged_shard(dims: tuple[int, ...], runs: Runs) -> RaggedShard:
+    """Return what was pickled; a function, as ``torch.load(weights_only=True)`` wants it."""
+    return RaggedShard.from_runs(dims, runs)
 
 
 class _StridedRaggedShard(RaggedShard):
@@ -182,7 +230,7 @@ class _StridedRaggedShard(RaggedShard):
 
     def __repr__(self) -> str:
         return (
-            f"_StridedRaggedShard(dims={self.dims}, local_units={self.local_units}, "
+            f"_StridedRaggedShard(dims={self.dims}, local_units={text(self.runs)}, "
             f"split_factor={self.split_factor})"
         )
 

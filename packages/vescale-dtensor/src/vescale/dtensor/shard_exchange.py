@@ -54,7 +54,7 @@ def shard_to_ragged(layout: Layout, dim: int, rank: int) -> Exchange:
 
 
 def _chunk_lengths(layout: Layout, dim: int) -> tuple[int, ...]:
-    return chunk_numels(layout.base_shape[dim], len(layout.placement.local_units))
+    return chunk_numels(layout.base_shape[dim], layout.placement.axis_size)
 
 
 def _pieces(layout: Layout, dim: int, lengths: tuple[int, ...]) -> list[list[tuple]]:

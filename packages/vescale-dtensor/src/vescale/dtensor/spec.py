@@ -59,7 +59,7 @@ def ragged_spec(
 ) -> DTensorSpec:
     """Return a checked spec, with this rank's layout computed, for ``make_ragged``.
 
-    Linear in the size of the ragged mesh axis, so make one per tensor and keep it.
+    It takes a while, so make one per tensor and keep it.
     """
     shape = tuple(shape)
     if stride is not None and tuple(stride) != contiguous_stride(shape):
@@ -183,9 +183,9 @@ def _layout(mesh: DeviceMesh, placements: tuple, shape: Sequence[int]) -> Layout
     if axis is None:
         return None
     ragged, shape = placements[axis], tuple(shape)
-    if len(ragged.local_units) != mesh.size(axis):
+    if ragged.axis_size != mesh.size(axis):
         raise ValueError(
-            f"{ragged} has {len(ragged.local_units)} units, but mesh axis {axis} has "
+            f"{ragged} has {ragged.axis_size} units, but mesh axis {axis} has "
             f"{mesh.size(axis)} ranks; give one unit count per rank."
         )
     base = base_placements(placements)

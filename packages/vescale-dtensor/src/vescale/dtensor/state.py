@@ -173,7 +173,8 @@ def _on_rank0(x: TorchDTensor) -> torch.Tensor | None:
         return None
     x = adopt(x.detach())
     if mesh.ndim == 1 and isinstance(x.placements[0], Shard | RaggedShard):
-        owner = RaggedShard((), [int(rank == 0) for rank in ranks])
+        place = ranks.index(0)
+        owner = RaggedShard.from_runs((), ((0, place), (1, 1), (0, len(ranks) - place - 1)))
         return x.redistribute(placements=[owner]).local_block()
     return x.full_tensor()
 

@@ -9,7 +9,6 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
 from typing import Any
 
 from vescale.fsdp.planner import Plan
@@ -174,24 +173,24 @@ def parse_granularity(text: str) -> Granularity:
     return maker(*map(int, fields))
 
 
-def local_units(plan: Plan, index: int, unit_numel: int) -> tuple[int, ...]:
-    """Return the RaggedShard ``local_units`` of tensor ``index``: units per rank over their gcd.
+def unit_runs(plan: Plan, index: int, unit_numel: int) -> tuple[tuple[int, int], ...]:
+    """Return the RaggedShard ``runs`` of tensor ``index``: units per rank over their gcd.
 
-    [world_size] integers with a positive sum; an empty tensor gets (1, 0, 0, ...), of which
-    rank 0 owns nothing. ``unit_numel`` is that of the tensor's granularity. Raises ValueError if a
-    rank holds no whole number of units.
+    At most five pairs ``(units, ranks)`` with a positive sum of units; an empty tensor gets one
+    unit on rank 0, which owns nothing. ``unit_numel`` is that of the tensor's granularity. Raises
+    ValueError if a rank holds no whole number of units.
     """
     runs = plan.shard_runs(index)
     sizes = {size for size, _ in runs if size}
     if not sizes:
-        return (1,) + (0,) * (plan.world_size - 1)
+        return ((1, 1), (0, plan.world_size - 1))
     if any(size % unit_numel for size in sizes):
         raise ValueError(
             f"{plan.requests[index].fqn}: unit_numel={unit_numel} does not divide its shards of "
             f"{sorted(sizes)} elements; pass the unit of the granularity that was planned with."
         )
     divisor = math.gcd(*sizes)
-    return tuple(chain.from_iterable(repeat(size // divisor, ranks) for size, ranks in runs))
+    return tuple((size // divisor, ranks) for size, ranks in runs)
 
 
 def _positive(value: int, owner: str, name: str) -> int:

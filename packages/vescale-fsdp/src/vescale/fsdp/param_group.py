@@ -20,7 +20,7 @@ from vescale.dtensor import RaggedShard
 from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec, set_local
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
-from vescale.fsdp.granularity import local_units
+from vescale.fsdp.granularity import unit_runs
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
 from vescale.fsdp.reduction import ReduceOptions, Reduction
@@ -116,10 +116,11 @@ class ParamGroup:
             if numel and not original.is_meta:
                 # reshape: a view of a contiguous parameter, a copy of any other (L8)
                 local.copy_(original.detach().reshape(-1)[begin : begin + numel])
-            units = local_units(
+            runs = unit_runs(
                 self.plan, index, item.granularity.unit_numel(original.shape, fqn=item.fqn)
             )
-            placement = RaggedShard(item.granularity.dims(original.shape, fqn=item.fqn), units)
+            dims = item.granularity.dims(original.shape, fqn=item.fqn)
+            placement = RaggedShard.from_runs(dims, runs)
             item.spec = ragged_spec(self.mesh, (placement,), tuple(original.shape), self.dtype)
             item.extras = {k: v for k, v in vars(original).items() if k != OWNER_ATTRIBUTE}
             item.sharded = nn.Parameter(

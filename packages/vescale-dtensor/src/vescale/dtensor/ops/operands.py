@@ -47,7 +47,7 @@ def same_layout(a: TorchDTensor, b: TorchDTensor) -> bool:
 
 def _same_cut(x: Layout, y: Layout) -> bool:
     """Compare the ranges of all ranks: every rank must come to the same answer."""
-    return x.axis == y.axis and x.base_shape == y.base_shape and x.split_numels == y.split_numels
+    return x.axis == y.axis and x.base_shape == y.base_shape and x.split_runs == y.split_runs
 
 
 def _same_rows(a: TorchDTensor, b: TorchDTensor) -> bool:

@@ -29,7 +29,7 @@ def view_as_shape(func, ref, shape):
         placement.is_shard() for placement in spec.placements
     ):
         unsupported(func, f"the view {shape} mixes with the Shard of another mesh axis", ref)
-    ragged = RaggedShard(_cut_dims(layout, shape), layout.placement.local_units)
+    ragged = RaggedShard.from_runs(_cut_dims(layout, shape), layout.placement.runs)
     placements = replace(spec.placements, layout.axis, ragged)
     new = make_spec(spec.mesh, placements, shape, spec.tensor_meta.dtype)
     return wrap(type(ref), local, new, requires_grad=False)
