@@ -274,7 +274,7 @@ def check_bad_input(rank, world_size):
     raises(TypeError, "expected a set of nn.Parameter", ignored_params={"weight"})
     raises(ValueError, "inside out", module=nn.Sequential(nn.Linear(4, 4), Uses(wrapped.weight)))
     if world_size == 4:
-        raises(NotImplementedError, "2 axes", mesh=init_device_mesh(DEVICE, (2, 2)))
+        raises(ValueError, "3 axes", mesh=init_device_mesh(DEVICE, (1, 2, 2)))
     if world_size >= 3:
         # The mesh of another group: its ranks wrap, the others are told that they are not in it.
         from torch.distributed.device_mesh import DeviceMesh

@@ -19,7 +19,7 @@ def check_reduction(rank, world_size, dtype):
         buffer.write(1, torch.full((5,), 2.0, device=DEVICE))
         buffer.write(1, torch.full((5,), 4.0, device=DEVICE, dtype=torch.float64))
     buffer.write(3, torch.zeros(3, device=DEVICE))
-    buffer.start(divisor=float(world_size))
+    buffer.start(scale=1 / world_size)
     shard = buffer.finish()
     assert shard.shape == (p.shard_numel + 4,)
     assert shard.dtype == dtype
@@ -50,7 +50,7 @@ def check_float16_does_not_overflow(rank, world_size):
     p = plan([Request("a", 8)], world_size)
     buffer = GradientBuffer(p, dist.group.WORLD, dtype=torch.float16, device=torch.device(DEVICE))
     buffer.write(0, torch.full((8,), 60000.0, device=DEVICE))
-    buffer.start(divisor=float(world_size))
+    buffer.start(scale=1 / world_size)
     assert torch.isfinite(buffer.finish()).all()
 
 
@@ -64,7 +64,7 @@ def check_sparse(rank, world_size):
     dense = torch.zeros(4, 2, device=DEVICE)
     dense[rank] = 1.0
     buffer.write(0, dense.to_sparse())
-    buffer.start(divisor=1.0)
+    buffer.start()
     shard = buffer.finish()
     begin, start, numel = p.local_range(0, rank)
     expected = torch.zeros(8, device=DEVICE)

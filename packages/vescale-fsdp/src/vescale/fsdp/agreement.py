@@ -2,6 +2,7 @@
 """Let all ranks of a group see alike what one of them found wrong."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ MESSAGE_BYTES = 2048
 
 
 def agree(
-    group: dist.ProcessGroup,
+    groups: dist.ProcessGroup | Sequence[dist.ProcessGroup],
     device: torch.device,
     what: str,
     description: str,
@@ -20,20 +21,24 @@ def agree(
 ) -> None:
     """Raise on every rank if one has an ``error`` or their descriptions of ``what`` differ.
 
-    Costs one all-gather of 16 bytes per rank, and a second one of 2 KiB only to tell the error.
-    The rank with the error raises it as it is; the others raise RuntimeError with its message.
+    ``groups`` are those of the axes of a mesh, the last axis first; together they connect all of
+    its ranks. Costs one all-gather of 16 bytes per rank and axis, and a second one of 2 KiB only
+    to tell the error. The rank with the error raises it as it is; the others raise RuntimeError
+    with its message.
     """
-    if group.size() == 1 or is_fake(group, device):
+    groups = [groups] if isinstance(groups, dist.ProcessGroup) else groups
+    groups = [group for group in groups if group.size() > 1]
+    if not groups or is_fake(groups[0], device):
         if error is not None:
             raise error
         return
     digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], signed=True)
     mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=device)
-    everyone = _gather(mine, group).tolist()
+    everyone = _gather(mine, groups).tolist()
     if all(flag == 0 and other == digest for flag, other in everyone):
         return
     text = str(error) if error is not None else description
-    texts = [_decode(row) for row in _gather(_encode(text, device), group)]
+    texts = [_decode(row) for row in _gather(_encode(text, device), groups)]
     if error is not None:
         raise error
     for rank, (flag, _) in enumerate(everyone):
@@ -46,10 +51,14 @@ def agree(
     )
 
 
-def _gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    out = row.new_empty(group.size() * row.numel())
-    all_gather_flat(out, row, group=group)
-    return out.view(group.size(), -1)
+def _gather(row: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """Return the rows [n] of all ranks, [ranks, n], in the order of the mesh."""
+    rows = row
+    for group in groups:
+        out = rows.new_empty(group.size() * rows.numel())
+        all_gather_flat(out, rows, group=group)
+        rows = out
+    return rows.view(-1, row.numel())
 
 
 def _encode(text: str, device: torch.device) -> torch.Tensor:

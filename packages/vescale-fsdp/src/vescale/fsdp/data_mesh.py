@@ -1,25 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data-parallel mesh of one parameter group: which axis shards, and how many ranks average."""
+"""The data-parallel mesh of one parameter group: which axis shards, and which one repeats."""
 
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
 
 
 @dataclass(frozen=True)
 class DataMesh:
-    """A mesh whose axis ``shard_axis`` cuts the parameters. Compared by its mesh and axes."""
+    """A mesh of one or two axes: ``shard_axis`` cuts the parameters, ``replicate_axis`` repeats.
+
+    Without a ``shard_axis`` every rank holds whole parameters, and a plan is one for one rank.
+    Compared by its mesh and axes.
+    """
 
     mesh: DeviceMesh
-    shard_axis: int = 0
+    shard_axis: int | None = 0
+    replicate_axis: int | None = None
 
     @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The process group of this rank along the sharding axis."""
-        return self.mesh.get_group(self.shard_axis)
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The process group of this rank along the sharding axis; None without one."""
+        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The process group of this rank along the replicating axis; None without one."""
+        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that connect all ranks of the mesh, the sharding one first."""
+        return [g for g in (self.shard_group, self.replicate_group) if g is not None]
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks a parameter is cut."""
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same part of a parameter."""
+        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
 
     @property
     def ranks(self) -> int:
         """How many ranks a gradient is averaged over."""
-        return self.mesh.size()
+        return self.shards * self.replicas
+
+    def placements(self, cut: Placement) -> tuple[Placement, ...]:
+        """Return the placements, one per axis of the mesh, of a parameter that is ``cut`` so."""
+        return tuple(
+            cut if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim)
+        )
+
+
+def data_mesh_of(mesh: DeviceMesh) -> DataMesh:
+    """Return how a mesh of one axis (shard) or two (replicate, shard) is used."""
+    return DataMesh(mesh) if mesh.ndim == 1 else DataMesh(mesh, shard_axis=1, replicate_axis=0)

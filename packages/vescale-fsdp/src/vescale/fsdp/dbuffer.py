@@ -22,7 +22,7 @@ class DBuffer:
 
     ``dtype`` is that of the shard; ``full_dtype`` (default: the same) that of the full buffer, and
     a gather casts the shard on its way. ``shard`` is None until it is set: a gradient buffer gets
-    one from each reduction.
+    one from each reduction. Without a ``group``, or with one of one rank, nothing is communicated.
 
     Memory of ``full`` is given back by shrinking its storage to nothing and comes back by growing
     it, so views that others hold (autograd's saved tensors) are valid again once it is gathered.
@@ -31,7 +31,7 @@ class DBuffer:
     def __init__(
         self,
         plan: Plan,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -39,12 +39,13 @@ class DBuffer:
         tail: int = 0,
         collectives: Collectives | None = None,
     ) -> None:
-        if plan.world_size != group.size():
+        size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+        if plan.world_size != size:
             raise ValueError(
-                f"the plan is for {plan.world_size} ranks, the process group has {group.size()}; "
+                f"the plan is for {plan.world_size} ranks, the process group has {size}; "
                 "plan the buffer for the group it lives on."
             )
-        self.plan, self.group, self.rank = plan, group, group.rank()
+        self.plan, self.group, self.rank = plan, group, rank
         self.collectives = collectives or Collectives(group)
         self.dtype, self.full_dtype, self.device = dtype, full_dtype or dtype, device
         self.slice_numel = plan.shard_numel + tail
@@ -162,10 +163,11 @@ class DBuffer:
         if full.numel():
             with torch.no_grad():
                 source = self.shard
-                if self.full_dtype != self.dtype:
+                if self.full_dtype != self.dtype or self.plan.world_size == 1:
                     source = self.slot()
                     source.copy_(self.shard)
-                work = self.collectives.all_gather(full, source)
+                if self.plan.world_size > 1:
+                    work = self.collectives.all_gather(full, source)
         self._gathering = work, version
 
     def wait_gather(self) -> None:
@@ -186,7 +188,9 @@ class DBuffer:
         the returned work, if any, has been waited for.
         """
         self.shard = self.full.new_empty(self.slice_numel)
-        if not self.slice_numel:
+        if self.plan.world_size == 1:
+            self.shard.copy_(self.full)
+        if self.plan.world_size == 1 or not self.slice_numel:
             return None
         return self.collectives.reduce_scatter(self.shard, self.full, op)
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale.dtensor import is_ragged_shard
 from vescale.fsdp.agreement import agree
 from vescale.fsdp.arguments import check_reshard
-from vescale.fsdp.data_mesh import DataMesh
+from vescale.fsdp.data_mesh import DataMesh, data_mesh_of
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
@@ -39,7 +39,8 @@ def fully_shard(
     each block, then the model. All parameters of one call are gathered together, before the
     module's forward, and their gradients reduced together.
 
-    - ``mesh``: 1-D; default: all ranks of the default process group.
+    - ``mesh``: 1-D, or 2-D for hybrid sharding: the first axis holds replicas, the second one
+      shards. Default: all ranks of the default process group.
     - ``reshard_after_forward``: free the full parameters after forward and gather them again in
       backward (True), or keep them (False). None: True, but False for the root while gradients
       are on.
@@ -63,6 +64,7 @@ def fully_shard(
     check_policy(mp_policy)
     _check_ignored(ignored_params)
     mesh = _check_mesh(mesh, module)
+    data = data_mesh_of(mesh)
     device = _device(mesh)
     found: list[list[Managed]] = []
     borrowed: list[ParamGroup] = []
@@ -73,8 +75,9 @@ def fully_shard(
         found = _split(items)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
-    agree(mesh.get_group(), device, "wrap the module", _describe(module, mp_policy, found), error)
-    groups = [ParamGroup(items, DataMesh(mesh), device, mp_policy) for items in found]
+    described = _describe(module, data, mp_policy, found)
+    agree(data.groups, device, "wrap the module", described, error)
+    groups = [ParamGroup(items, data, device, mp_policy) for items in found]
     for group in groups:
         group.shard()
     for (owner, index), slots in ties.items():
@@ -138,10 +141,10 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
             f"mesh is a {type(mesh).__name__}, expected a DeviceMesh; pass for example "
             "init_device_mesh('cpu', (world_size,))."
         )
-    if mesh.ndim != 1:
-        raise NotImplementedError(
-            f"mesh has {mesh.ndim} axes {tuple(mesh.shape)}, expected 1; hybrid sharding is not "
-            "supported yet. Pass the axis to shard over, such as mesh['shard']."
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh has {mesh.ndim} axes {tuple(mesh.shape)}, expected 1 (shard) or 2 (replicate, "
+            "shard); pass the axes of data parallelism, such as mesh['replicate', 'shard']."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -262,9 +265,16 @@ def _split(items: list[Managed]) -> list[list[Managed]]:
     return list(groups.values())
 
 
-def _describe(module: nn.Module, policy: MixedPrecisionPolicy, groups: list[list[Managed]]) -> str:
+def _describe(
+    module: nn.Module,
+    data: DataMesh,
+    policy: MixedPrecisionPolicy,
+    groups: list[list[Managed]],
+) -> str:
     """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter."""
-    lines = [f"{type(module).__name__} with {policy}"]
+    lines = [
+        f"{type(module).__name__} over {data.replicas} x {data.shards} ranks with {policy}",
+    ]
     for items in groups:
         for item in items:
             p = item.original

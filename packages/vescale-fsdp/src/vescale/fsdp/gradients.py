@@ -9,7 +9,6 @@ had a gradient, so that after the one reduction every rank alike knows whether a
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp._torch_compat import averages
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.planner import Plan
 
@@ -18,7 +17,12 @@ class GradientBuffer:
     """Collect the gradients of one group in ``dtype`` and reduce them to this rank's shard."""
 
     def __init__(
-        self, plan: Plan, group: dist.ProcessGroup, *, dtype: torch.dtype, device: torch.device
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         flags = len(plan.requests) if plan.shard_numel else 0
         self._buffer = DBuffer(
@@ -28,10 +32,8 @@ class GradientBuffer:
             device=device,
             tail=-(-flags // plan.align) * plan.align,  # keeps every part aligned
         )
-        self._averages = averages(group, device)
         self._pieces: list[list[torch.Tensor]] | None = None
         self._work: dist.Work | None = None
-        self._scale = 1.0
         self.dtype = dtype
         self.written: set[int] = set()
 
@@ -65,28 +67,27 @@ class GradientBuffer:
             ]
             self._padding = [p for gap in buffer.gaps() for p in buffer.pieces(*gap)]
 
-    def start(self, divisor: float) -> None:
-        """Launch the reduction: the sum over ranks, divided by ``divisor``, of all tensors."""
+    def start(self, *, average: bool = False, scale: float = 1.0) -> None:
+        """Launch the reduction over the ranks: the sum, or the ``average``, of all tensors.
+
+        Before it they are multiplied by ``scale``. Needs a backend that averages to ``average``.
+        """
         self._allocate()
-        buffer, size = self._buffer, self._buffer.plan.world_size
+        buffer = self._buffer
         for padding in self._padding:
             padding.zero_()
         unused = [i for i in range(len(self._pieces)) if i not in self.written]
         for index in unused:
             for piece in self._pieces[index]:
                 piece.zero_()
+        if scale != 1.0:
+            buffer.full.mul_(scale)
         flags = buffer.tails()
         flags.fill_(1)
         if unused:
             flags[:, unused] = 0
-        op, self._scale = dist.ReduceOp.SUM, 1.0 / divisor
-        if self._averages and divisor == size:
-            op, self._scale = dist.ReduceOp.AVG, 1.0
-        elif self.dtype == torch.float16:  # divide before the sum can overflow
-            buffer.full.mul_(self._scale)
-            self._scale = 1.0
         self.written = set()
-        self._work = buffer.reduce_scatter(op)
+        self._work = buffer.reduce_scatter(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
 
     def finish(self) -> torch.Tensor:
         """Wait for the reduction, free the full buffer and return the reduced part [S + flags]."""
@@ -95,7 +96,11 @@ class GradientBuffer:
             self._work = None
         self._buffer.free_full()
         shard, self._buffer.shard = self._buffer.shard, None
-        return shard if self._scale == 1.0 else shard.mul_(self._scale)
+        return shard
+
+    def values(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return what ``finish`` returned without the flags: [S], a view."""
+        return shard[: self._buffer.plan.shard_numel]
 
     def unused(self, shard: torch.Tensor) -> set[int]:
         """Return the tensors for which no rank had a gradient, from what ``finish`` returned.

@@ -49,13 +49,13 @@ class ParamGroup:
         self.name = ""
         self.managed, self.data, self.device, self.policy = managed, data, device, policy
         self.mesh = data.mesh
-        self.process_group: dist.ProcessGroup = data.shard_group
+        self.process_group: dist.ProcessGroup | None = data.shard_group
         self.dtype = first.dtype
         self.param_dtype = compute_dtype(self.dtype, policy)
         self.reduce_dtype = policy.reduce_dtype or self.param_dtype
         self.lent = False  # whether another unit's module uses one of the parameters
         self.reduce_options = ReduceOptions()
-        self.plan = plan_of(managed, self.process_group.size(), self.narrowest_dtype())
+        self.plan = plan_of(managed, data.shards, self.narrowest_dtype())
         self._clear()
 
     def _clear(self) -> None:
@@ -120,8 +120,8 @@ class ParamGroup:
                 self.plan, index, item.granularity.unit_numel(original.shape, fqn=item.fqn)
             )
             dims = item.granularity.dims(original.shape, fqn=item.fqn)
-            placement = RaggedShard.from_runs(dims, runs)
-            item.spec = ragged_spec(self.mesh, (placement,), tuple(original.shape), self.dtype)
+            placements = self.data.placements(RaggedShard.from_runs(dims, runs))
+            item.spec = ragged_spec(self.mesh, placements, tuple(original.shape), self.dtype)
             item.extras = {k: v for k, v in vars(original).items() if k != OWNER_ATTRIBUTE}
             item.sharded = nn.Parameter(
                 make_ragged(local, item.spec), requires_grad=original.requires_grad
@@ -138,10 +138,11 @@ class ParamGroup:
 
         Raises RuntimeError while gradients wait for a reduction.
         """
-        if self.has_gradients:
+        if self.reduction.waits:
             raise RuntimeError(
                 f"the unit {self.name!r} holds gradients that no backward has reduced yet; end "
-                "gradient accumulation (a backward with gradient sync, or reset_iter_state()) "
+                "gradient accumulation (a backward with gradient sync and all-reduce, or "
+                "reset_iter_state()) "
                 "before moving or casting the model."
             )
         self.reduction.forget_results()  # torch swaps no tensor that has a weak reference
@@ -217,8 +218,8 @@ class ParamGroup:
             yield
         except RuntimeError as error:
             raise RuntimeError(
-                f"the {what} of unit {self.name or '(root)'!r} failed on rank "
-                f"{self.process_group.rank()}: a rank may have died, or run another unit: {error}"
+                f"the {what} of unit {self.name or '(root)'!r} failed on rank {dist.get_rank()}: "
+                f"a rank may have died, or run another unit: {error}"
             ) from error
 
     def drop_stale(self) -> None:
@@ -301,8 +302,8 @@ class ParamGroup:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait for a reduction."""
-        return self.reduction.waits
+        """Whether a reduction now would bring gradients on."""
+        return self.reduction.due
 
     def take_gradient(self, index: int) -> None:
         """Move the gradient that autograd just left on a gathered parameter into the buffer."""
@@ -311,9 +312,17 @@ class ParamGroup:
         gathered.grad = None
 
     def start_reduce(self) -> None:
-        """Launch the one reduction of the group's gradients."""
+        """Launch the reduction of the group's gradients."""
         with torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"):
             self.reduction.start()
+
+    def advance_reduce(self) -> bool:
+        """Launch the second collective of the reduction under way, if it has one.
+
+        Returns whether ``finish_reduce`` has something to do.
+        """
+        with self._naming_failures("reduction of the gradients"):
+            return self.reduction.advance()
 
     def finish_reduce(self) -> None:
         """Put the result of the reduction under way, if any, into the sharded ``.grad``."""

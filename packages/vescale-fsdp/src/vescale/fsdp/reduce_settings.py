@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods of a wrapped module that change how and when its gradients are reduced."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from vescale.fsdp.arguments import check_bool
-from vescale.fsdp.units import reduce_options_of
+from vescale.fsdp.units import reduce_options_of, unit_of
 
 
 class ReduceSettings:
@@ -18,12 +20,73 @@ class ReduceSettings:
     ) -> None:
         """Choose whether backward reduces gradients; without, they add up unsharded.
 
-        Gradient accumulation that communicates once costs a full gradient buffer per unit.
+        Gradient accumulation that communicates once costs a full gradient buffer per unit. Also
+        sets what ``set_requires_all_reduce`` sets.
         """
         check_bool("requires_gradient_sync", requires_gradient_sync)
         check_bool("recurse", recurse)
         for options in reduce_options_of(self, recurse):
-            options.sync = requires_gradient_sync
+            options.sync = options.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether backward reduces gradients over the replicas too (hybrid sharding).
+
+        Without, each backward reduces over the sharding ranks only and the result is kept, in the
+        wider of reduction and parameter dtype: a buffer of the size of the sharded gradients. The
+        next backward with it on adds what was kept, and sets ``.grad``. No effect without replicas.
+        """
+        check_bool("requires_all_reduce", requires_all_reduce)
+        check_bool("recurse", recurse)
+        for options in reduce_options_of(self, recurse):
+            options.all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
+        """Divide sums of gradients by ``factor`` instead of the number of data-parallel ranks.
+
+        ``factor`` is a positive number; 1 gives the sum. Raises ValueError for any other.
+        """
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not number or not 0 < factor < math.inf:
+            raise ValueError(
+                f"the gradient divide factor is {factor!r}, expected a positive number, such as "
+                "the number of ranks that see different data."
+            )
+        check_bool("recurse", recurse)
+        for options in reduce_options_of(self, recurse):
+            options.divide_factor = float(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
+        """Choose whether collectives only sum, and means are scaled before or after them."""
+        check_bool("enable", enable)
+        check_bool("recurse", recurse)
+        for options in reduce_options_of(self, recurse):
+            options.force_sum = enable
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None] | None,
+        *,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        """Call ``hook`` with each reduced gradient buffer of this module; None removes it.
+
+        It gets this rank's part [S] of all gradients of one dtype in one flat tensor of the
+        reduction dtype, to change in place, after the reduction over the replicas where the mesh
+        has some and after the one over the sharding ranks otherwise. ``stream``, only for a mesh
+        without replicas, is where it runs (default: the current stream). On such a mesh the hook
+        may bring gradients of other ranks in, so every parameter gets a ``.grad``, used or not.
+
+        Raises TypeError unless ``hook`` can be called; ValueError for a ``stream`` with replicas.
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"hook is a {type(hook).__name__}, expected a function of one tensor.")
+        groups = unit_of(self).groups
+        if stream is not None and any(g.data.replicate_axis is not None for g in groups):
+            raise ValueError(
+                "stream is given for a mesh with replicas, whose all-reduce is ours; leave it out."
+            )
+        for group in groups:
+            group.reduce_options.hook, group.reduce_options.hook_stream = hook, stream
 
 
 @contextmanager

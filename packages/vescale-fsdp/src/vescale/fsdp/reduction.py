@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the gradients that autograd leaves on full parameters to the sharded ``.grad``."""
+"""From the gradients that autograd leaves on full parameters to the sharded ``.grad``.
 
-from collections.abc import Sequence
+A reduction has up to two collectives: a reduce-scatter over the ranks that shard, and then an
+all-reduce of the result over the ranks that repeat it. The second one may be put off: the result
+waits, and later ones are added to it.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
+from vescale.fsdp._torch_compat import averages
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.gradients import GradientBuffer
 from vescale.fsdp.managed import Managed
@@ -18,7 +25,34 @@ class ReduceOptions:
     """What the user may change about the reductions of a unit, between two backwards."""
 
     sync: bool = True  # reduce at all; without, gradients add up unsharded
+    all_reduce: bool = True  # also over the replicas; without, results of the first step add up
     divide_factor: float | None = None  # None: the number of data-parallel ranks
+    force_sum: bool = False  # never let a collective average
+    hook: Callable[[torch.Tensor], None] | None = None  # gets the result [S], to change in place
+    hook_stream: torch.Stream | None = None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over all ranks becomes a mean: factors around it, or collectives that average."""
+
+    before: float  # for all that is sent
+    average: bool
+    after: float  # for this rank's part of the sum
+
+
+def scaling_of(options: ReduceOptions, ranks: int, dtype: torch.dtype, average: bool) -> Scaling:
+    """Return the scaling of a reduction over ``ranks`` in ``dtype``.
+
+    ``average``: whether the backend can. float16 is divided before the sum can overflow, and by
+    no more than the number of ranks, so that little is lost below its smallest number.
+    """
+    divisor = float(ranks if options.divide_factor is None else options.divide_factor)
+    if dtype == torch.float16:
+        return Scaling(1.0 / ranks, False, ranks / divisor)
+    if average and not options.force_sum and divisor == ranks:
+        return Scaling(1.0, True, 1.0)
+    return Scaling(1.0, False, 1.0 / divisor)
 
 
 class Reduction:
@@ -42,17 +76,34 @@ class Reduction:
         self.options = options
         self._dtype, self._reduce_dtype, self._device = dtype, reduce_dtype, device
         self._buffer: GradientBuffer | None = None
-        self._under_way: set[int] | None = None  # the tensors that had a gradient here
+        self._scaling: Scaling | None = None  # of the reduce-scatter under way
+        self._deferred = False  # whether its result will wait for the replicas
+        self._reduced: torch.Tensor | None = None  # after it, [S + flags], maybe in an all-reduce
+        self._work: dist.Work | None = None
+        self._after = 1.0
+        self._partial: torch.Tensor | None = None  # what waits for the all-reduce, scaled
+        self._used: set[int] = set()  # the tensors that had a gradient here
         self._results = ShardedGradients(managed)
 
     @property
     def waits(self) -> bool:
-        """Whether gradients wait in the buffer for a reduction."""
+        """Whether gradients wait here for a reduction, or for the rest of one."""
+        return self._partial is not None or self._written
+
+    @property
+    def _written(self) -> bool:
         return self._buffer is not None and bool(self._buffer.written)
+
+    @property
+    def due(self) -> bool:
+        """Whether a reduction now would bring gradients on."""
+        under_way = self._scaling is not None  # and will take what was put off along
+        put_off = self._partial is not None and self.options.all_reduce
+        return self._written or (put_off and not under_way)
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Write the gradient of full parameter ``index`` into the buffer, or add it."""
-        self.finish()  # of this very buffer, if the parameter is used once more
+        self.advance()  # of this very buffer, if the parameter is used once more
         self._gradients().write(index, grad)
 
     def _gradients(self) -> GradientBuffer:
@@ -62,36 +113,115 @@ class Reduction:
             )
         return self._buffer
 
+    # --- the two collectives ----------------------------------------------------------------
+
     def start(self) -> None:
-        """Launch the one reduction; its payload is always the same."""
+        """Launch the reduce-scatter; its payload is always the same."""
+        self.finish()
         buffer = self._gradients()
-        self._under_way = set(buffer.written)
-        factor = self.options.divide_factor
-        buffer.start(float(self._data.ranks if factor is None else factor))
+        self._used |= buffer.written
+        can_average = averages(self._data.groups[0], self._device)
+        self._scaling = scaling_of(self.options, self._data.ranks, self._reduce_dtype, can_average)
+        self._deferred = self._data.replicate_axis is not None and not self.options.all_reduce
+        buffer.start(average=self._scaling.average, scale=self._scaling.before)
+
+    def advance(self) -> bool:
+        """Wait for the reduce-scatter under way, if any, and launch the all-reduce that follows.
+
+        Returns whether something is left to ``finish``.
+        """
+        if self._scaling is not None:
+            scaling, self._scaling = self._scaling, None
+            reduced, average = self._buffer.finish(), scaling.average
+            self._after = scaling.after
+            if self._deferred or self._partial is not None:
+                self._add_partial(reduced, scaling)
+                if self._deferred:
+                    return False
+                reduced, self._partial = self._partial, None
+                average, self._after = False, 1.0
+            self._reduced = reduced
+            if self._data.replicas > 1 and reduced.numel():
+                op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+                group = self._data.replicate_group
+                self._work = dist.all_reduce(reduced, op=op, group=group, async_op=True)
+        return self._reduced is not None
+
+    def _add_partial(self, reduced: torch.Tensor, scaling: Scaling) -> None:
+        """Add a result to those that wait, in the widest dtype: each would round away some more.
+
+        What is added still has to be summed over the replicas, and no more than that.
+        """
+        wide = reduced.to(torch.promote_types(self._reduce_dtype, self._dtype))
+        factor = 1.0 / self._data.replicas if scaling.average else scaling.after
+        if factor != 1.0:
+            self._buffer.values(wide).mul_(factor)
+        self._partial = wide if self._partial is None else self._partial.add_(wide)
 
     def finish(self) -> None:
         """Put the result of the reduction under way, if any, into the sharded ``.grad``.
 
         A parameter for which no rank had a gradient keeps the ``.grad`` it had.
         """
-        if self._under_way is None:
+        if not self.advance():
             return
-        used_here, self._under_way = self._under_way, None
-        reduced = self._buffer.finish()
-        # With a gradient for everything here, no rank found one unused: nothing to look up.
-        all_here = len(used_here) == len(self._managed)
-        unused = set() if all_here else self._buffer.unused(reduced)
-        reduced = reduced.to(self._dtype)
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        reduced, self._reduced = self._reduced, None
+        used_here, self._used = self._used, set()
+        unused = set()
+        # With a gradient for everything here, no rank found one unused: nothing to look up. A hook
+        # may have brought gradients from ranks of which the flags know nothing.
+        foreign = self.options.hook is not None and self._data.replicate_axis is None
+        if len(used_here) < len(self._managed) and not foreign:
+            unused = self._buffer.unused(reduced)
+        reduced = self._scaled(reduced)
         self._results.add(reduced, self._buffer.shard_views(reduced), unused)
+
+    def _scaled(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Return the result in the dtype of ``.grad``, scaled, and changed by the user's hook."""
+        narrow = self._reduce_dtype == torch.float16
+        late = narrow or self.options.force_sum  # as in FSDP2; else the hook sees the mean
+        if not late:
+            self._scale(reduced)
+        self._run_hook(self._buffer.values(reduced))
+        if narrow:
+            reduced = reduced.to(self._dtype)  # the factor may be too large for float16
+        if late:
+            self._scale(reduced)
+        return reduced.to(self._dtype)
+
+    def _scale(self, reduced: torch.Tensor) -> None:
+        if self._after != 1.0:
+            self._buffer.values(reduced).mul_(self._after)
+
+    def _run_hook(self, values: torch.Tensor) -> None:
+        hook, stream = self.options.hook, self.options.hook_stream
+        if hook is None:
+            return
+        if stream is None:
+            hook(values)
+            return
+        device = torch.get_device_module(self._device)
+        here = device.current_stream()
+        stream.wait_stream(here)
+        with device.stream(stream):
+            hook(values)
+        here.wait_stream(stream)
 
     def forget_results(self) -> None:
         """Hold no reference to sharded gradients, not even a weak one."""
         self._results.forget()
 
     def drop(self) -> None:
-        """Wait for the reduction under way, and forget it and what waits for one."""
-        if self._under_way is not None:
-            self._under_way = None
+        """Wait for the collective under way, and forget it and what waits for a reduction."""
+        if self._scaling is not None:
+            self._scaling = None
             self._buffer.finish()
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._reduced = self._partial = None
+        self._used = set()
         if self._buffer is not None:
             self._buffer.drop()

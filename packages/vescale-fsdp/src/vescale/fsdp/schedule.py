@@ -43,7 +43,8 @@ class Schedule:
         self._reduce_order: list[int] = []  # by first start of forward, ever
         self._armed: set[int] = set()  # had a forward to differentiate since the last reduction
         self._ready: set[int] = set()
-        self._reducing: list[ParamGroup] = []
+        self._reducing: list[ParamGroup] = []  # over the ranks that shard
+        self._replicating: list[ParamGroup] = []  # then over those that repeat
 
     def add(self, unit: "Unit") -> int:
         """Take ``unit`` in and return its index."""
@@ -187,9 +188,16 @@ class Schedule:
         for group in unit.groups:
             if group.trainable and group.reduce_options.sync:
                 while len(self._reducing) >= REDUCTIONS_IN_FLIGHT:
-                    self._reducing.pop(0).finish_reduce()
+                    self._advance(self._reducing.pop(0))
                 group.start_reduce()
                 self._reducing.append(group)
+
+    def _advance(self, group: "ParamGroup") -> None:
+        """Let the all-reduce of ``group`` run while the next group is reduced."""
+        if group.advance_reduce():
+            self._replicating.append(group)
+            while len(self._replicating) > REDUCTIONS_IN_FLIGHT:
+                self._replicating.pop(0).finish_reduce()
 
     def _leave_backward(self) -> None:
         self._in_backward = False
@@ -201,8 +209,11 @@ class Schedule:
             if unit.has_gradients:
                 self._reduce(unit.index)
         for group in self._reducing:
+            self._advance(group)
+        for group in self._replicating:
             group.finish_reduce()
         self._reducing.clear()
+        self._replicating.clear()
         self._ready.clear()
         for unit in self._live():
             unit.leave_backward()
@@ -220,5 +231,6 @@ class Schedule:
         self._armed.clear()
         self._ready.clear()
         self._reducing.clear()
+        self._replicating.clear()
         for unit in self._live():
             unit.reset(drop_gradients=drop_gradients)
