@@ -24,7 +24,7 @@ def test_all_classes_free_fits_exactly_when_a_permutation_fits(sizes, world_size
     fits = any(
         order_fits(group, encode_runs(order), shard) for order in set(permutations(group.members))
     )
-    runs = FreePacker(range(len(group.classes)), 10_000)(group, shard)
+    runs = FreePacker(range(len(group.classes)), 100_000)(group, shard)
     assert (runs is not None) == fits
     assert runs is None or order_fits(group, runs, shard)
 
@@ -43,17 +43,32 @@ def test_two_classes_free_is_the_best_of_their_interleavings(sizes, repeat, worl
         order_fits(group, encode_runs([*before, *order]), shard)
         for order in set(permutations(mixed))
     )
-    runs = FreePacker(pair, 10_000)(group, shard)
+    runs = FreePacker(pair, 100_000)(group, shard)
     assert (runs is not None) == fits
     assert runs is None or order_fits(group, runs, shard)
 
 
 def test_effort_is_a_count_and_ends_the_search():
     group = Group.of([(6, 2)] * 4 + [(5, 5)] * 3, 4, 1)
-    packer = FreePacker((0, 1), 1)
+    packer = FreePacker((0, 1), 100)
     assert packer(group, 10) is not None
-    assert packer.effort <= 0
+    spent = 100 - packer.effort
+    assert 0 < spent <= 2 * 5 * 4  # classes, times sets of tensors
+    assert FreePacker((0, 1), spent)(group, 10) is not None
+    packer = FreePacker((0, 1), spent - 1)
     assert packer(group, 10) is None
+    assert packer(group, 1000) is None, "spent on the first call"
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(8, 12))
+def test_a_narrow_search_is_linear_and_what_it_finds_fits(first, second, shard):
+    group = Group.of([(6, 2)] * first + [(8, 4)] * second, 9, 1)
+    packer = FreePacker((0, 1), 10_000, width=2)
+    runs = packer(group, shard)
+    assert 10_000 - packer.effort <= 2 * 2 * (first + second)
+    assert runs is None or order_fits(group, runs, shard)
+    if runs is not None:
+        assert FreePacker((0, 1), 10_000)(group, shard) is not None
 
 
 def test_the_two_classes_are_those_with_the_most_elements_in_real_blocks():

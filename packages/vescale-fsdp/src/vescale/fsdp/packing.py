@@ -113,26 +113,33 @@ def order_fits(group: Group, runs: Runs, shard: int) -> bool:
 
     Walks runs, not tensors, wherever equal tensors follow each other without a gap.
     """
-    spare = group.spare(shard)
-    position = placed = 0
+    spare, position = group.spare(shard), 0
+    if spare < 0:
+        return False
     for index, count in runs:
         numel, block = group.classes[index]
-        place = placer(numel, block, shard)
-        dense = shard % block == 0 and numel % block == 0
-        placed += numel * count
+        residue = shard % block
         while count:
-            whole = min((shard - position % shard) // numel, count)
-            if whole:
+            rest = shard - position % shard
+            if numel <= rest:
+                whole = min(rest // numel, count)
                 position += whole * numel
                 count -= whole
-            elif dense:
-                position = place(position) + count * numel
-                count = 0
+                continue
+            # What follows is place() of the placer, in line: this loop is most of the search.
+            if residue:
+                gap = rest % block
+                if gap + numel > rest + shard:
+                    gap = rest + residue
+                whole = 1
             else:
-                position = place(position) + numel
-                count -= 1
-        if position - placed > spare:
-            return False
+                gap = -position % block
+                whole = count if numel % block == 0 else 1
+            spare -= gap
+            if spare < 0:
+                return False
+            position += gap + whole * numel
+            count -= whole
     return True
 
 
@@ -156,35 +163,43 @@ def pack_greedily(group: Group, shard: int, *, cross_first: bool) -> Runs | None
     That is the largest block which fits into the rest of the shard; if none does, the tensor that
     crosses the boundary with the smallest gap. ``cross_first`` prefers a crossing without gap.
     """
-    spare = group.spare(shard)
+    spare, position = group.spare(shard), 0
     left = list(group.counts)
-    waiting = {  # large blocks first
-        index: (group.classes[index][0], placer(*group.classes[index], shard))
+    waiting = [  # large blocks first
+        (index, *group.classes[index], shard % group.classes[index][1])
         for index in sorted(range(len(left)), key=lambda i: (-group.classes[i][1], i))
-    }
+    ]
     runs: list[tuple[int, int]] = []
-    position = placed = 0
     while waiting:
         rest = shard - position % shard
-        fit = next((index for index, (numel, _) in waiting.items() if numel <= rest), None)
-        chosen, gap = fit, 0
-        if fit is None or cross_first:
-            for index, (numel, place) in waiting.items():
-                if numel > rest:
-                    here = place(position) - position
-                    if here == 0:
-                        chosen, gap = index, 0
+        chosen, gap = None, spare + 1
+        for entry in waiting:
+            if entry[1] <= rest:
+                chosen, gap = entry, 0
+                break
+        if chosen is None or cross_first:
+            for entry in waiting:
+                _, numel, block, residue = entry
+                if numel <= rest:
+                    continue
+                if residue:
+                    here = rest % block
+                    if here + numel > rest + shard:
+                        here = rest + residue
+                else:
+                    here = -position % block
+                if here < gap or not here:
+                    chosen, gap = entry, here
+                    if not here:
                         break
-                    if fit is None and (chosen is None or here < gap):
-                        chosen, gap = index, here
-        numel = waiting[chosen][0]
-        count = min(left[chosen], rest // numel) or 1
-        position += gap + count * numel
-        placed += count * numel
-        if position - placed > spare:
+        if chosen is None:
             return None
-        runs.append((chosen, count))
-        left[chosen] -= count
-        if not left[chosen]:
-            del waiting[chosen]
-    return tuple(runs)
+        index, numel = chosen[:2]
+        count = min(left[index], rest // numel) or 1
+        position += gap + count * numel
+        spare -= gap
+        runs.append((index, count))
+        left[index] -= count
+        if not left[index]:
+            waiting.remove(chosen)
+    return tuple(runs) if spare >= 0 else None

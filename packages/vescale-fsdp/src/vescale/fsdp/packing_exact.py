@@ -15,12 +15,14 @@ class FreePacker:
     """Interleave the classes ``free`` in the best way, behind all other tensors.
 
     With all classes free, a call returns an order whenever there is one: O(states * classes). With
-    two classes it is for layers of hundreds of single experts, which are of two or three kinds.
-    Once ``effort`` sets of tensors were visited in total, calls return None at once.
+    a ``width`` it keeps so many sets of equally many tensors, and may miss one. That is for layers
+    of hundreds of single experts, which are of two or three kinds: O(tensors * width).
+
+    All calls together try at most ``effort`` times to add a tensor to a set; then they give up.
     """
 
-    def __init__(self, free: Sequence[int], effort: int) -> None:
-        self.free, self.effort = tuple(free), effort
+    def __init__(self, free: Sequence[int], effort: int, width: int | None = None) -> None:
+        self.free, self.effort, self.width = tuple(free), effort, width
 
     def __call__(self, group: Group, shard: int) -> Runs | None:
         """Return an order that fits, or None."""
@@ -31,37 +33,52 @@ class FreePacker:
             key=lambda i: (-group.classes[i][1], i),
         )
         before = tuple((index, group.counts[index]) for index in others)
-        start, numel = _end_of_runs(group, before, shard)
-        order = self._interleave(group, shard, start, numel + group.spare(shard))
+        start, gap = _end_of_runs(group, before, shard)
+        order = self._interleave(group, shard, start, gap)
         return None if order is None else before + order
 
-    def _interleave(self, group: Group, shard: int, start: int, bound: int) -> Runs | None:
-        """Return the best order from ``start`` on; n elements of it may end at ``bound + n``."""
-        moves, states = [], 1
+    def _interleave(self, group: Group, shard: int, start: int, gap: int) -> Runs | None:
+        """Return the best order from ``start`` on, with gaps of ``gap`` elements before it."""
+        spare = group.spare(shard)
+        moves, states, steps = [], 1, 0
         for index in self.free:
             numel, block = group.classes[index]
             radix = group.counts[index] + 1
-            moves.append((index, states, radix, numel, placer(numel, block, shard)))
+            moves.append((index, states, radix, numel, block, shard % block))
             states *= radix
-        # A state is a set of placed tensors: the count of each class is one digit.
-        ends: list[int | None] = [None] * states
-        bounds, last = [bound] * states, [0] * states
-        if start <= bound:
-            ends[0] = start
-        for state, position in enumerate(ends):
-            if position is None:
-                continue
-            self.effort -= 1
-            bound = bounds[state]
-            for index, stride, radix, numel, place in moves:
-                if (state // stride + 1) % radix:
-                    end = place(position) + numel
-                    if end <= bound + numel:
+            steps += group.counts[index]
+        # A state is a set of placed tensors: the count of each class is one digit. A level has the
+        # states of equally many tensors, each with its least gaps and where it ends.
+        level = {0: (gap, start)} if gap <= spare else {}
+        last: dict[int, int] = {}
+        for placed in range(1, steps + 1):
+            self.effort -= len(level) * len(moves)
+            if not level or self.effort < 0:
+                return None
+            above: dict[int, tuple[int, int]] = {}
+            for state, (gap, position) in level.items():
+                rest = shard - position % shard
+                for index, stride, radix, numel, block, residue in moves:
+                    if not (state // stride + 1) % radix:
+                        continue
+                    here = 0
+                    if numel > rest:  # place() of the placer, in line
+                        if residue:
+                            here = rest % block
+                            if here + numel > rest + shard:
+                                here = rest + residue
+                        else:
+                            here = -position % block
+                    if gap + here <= spare:
                         after = state + stride
-                        known = ends[after]
-                        if known is None or end < known:
-                            ends[after], bounds[after], last[after] = end, bound + numel, index
-        if ends[-1] is None:
+                        known = above.get(after)
+                        if known is None or gap + here < known[0]:
+                            above[after] = gap + here, position + here + numel
+                            last[after] = index
+            level = above
+            if self.width is not None and len(above) > self.width:
+                level = self._narrow(above, group.counts[self.free[0]], steps, placed)
+        if states - 1 not in level:
             return None
         strides = {index: stride for index, stride, *_ in moves}
         order, state = [], states - 1
@@ -69,6 +86,21 @@ class FreePacker:
             order.append(last[state])
             state -= strides[last[state]]
         return encode_runs(reversed(order))
+
+    def _narrow(
+        self, level: dict[int, tuple[int, int]], count: int, steps: int, placed: int
+    ) -> dict[int, tuple[int, int]]:
+        """Return the sets with the least gaps, one for each end: that of the most even mixture.
+
+        ``count`` of all ``steps`` tensors are of the first class, and ``placed`` are placed.
+        """
+        kept: dict[tuple[int, int], tuple[int, int]] = {}
+        for state, ends in level.items():
+            uneven = abs(state % (count + 1) * steps - count * placed)
+            known = kept.get(ends)
+            if known is None or uneven < known[0]:
+                kept[ends] = uneven, state
+        return {kept[ends][1]: ends for ends in sorted(kept)[: self.width]}
 
 
 def largest_classes(group: Group, count: int) -> tuple[int, ...]:
@@ -85,7 +117,7 @@ def largest_classes(group: Group, count: int) -> tuple[int, ...]:
 
 
 def _end_of_runs(group: Group, runs: Runs, shard: int) -> tuple[int, int]:
-    """Return where the runs end when they stand first, and their elements."""
+    """Return where the runs end when they stand first, and the elements of their gaps."""
     position = total = 0
     for index, count in runs:
         numel, block = group.classes[index]
@@ -93,4 +125,4 @@ def _end_of_runs(group: Group, runs: Runs, shard: int) -> tuple[int, int]:
         for _ in range(count):
             position = place(position) + numel
         total += count * numel
-    return position, total
+    return position, position - total

@@ -31,10 +31,12 @@ Found = tuple[int, Runs]  # a shard size, and an order that fits
 ALL_SIZES = 128  # with at most so many multiples of the alignment to try, each is tried
 MOST_CLASSES = 20  # classes whose blocks decide which sizes are tried
 GREEDY_STEPS = 50_000  # tensors times classes up to which the greedy packers run
+CROSSING_STEPS = 5_000  # the same for the second of them
 EXACT_STATES = 10_000  # sets of tensors up to which all classes are interleaved, not two
-PAIR_STATES = 400_000  # sets of tensors up to which two classes are interleaved
-EFFORT = 200_000  # sets of tensors that the dynamic program visits before it starts no more sizes
-WORTH = 1000  # two classes are interleaved when the shard is 1 / WORTH over the lower bound
+WIDTH = 32  # sets of equally many tensors that are kept when two classes are interleaved
+EFFORT = 90_000  # times that a tensor is added to a set of tensors, to interleave classes
+CLOSE = 40_000  # a shard at most 1 / CLOSE over the lower bound is not improved further
+WORTH = 5_000  # classes are interleaved when the shard is over 1 / WORTH above the lower bound
 
 
 def search_layout(sizes: Sequence[Class], world_size: int, align: int) -> tuple[list[int], int]:
@@ -47,41 +49,46 @@ def search_layout(sizes: Sequence[Class], world_size: int, align: int) -> tuple[
     return starts_in_order(group, runs, shard), shard
 
 
-def smallest_shard(group: Group) -> Found:
-    """Return the smallest shard size found, and an order that fits there."""
+def smallest_shard(group: Group, *, effort: int = EFFORT) -> Found:
+    """Return the smallest shard size found, and an order that fits there.
+
+    ``effort`` bounds what is the slowest part in groups of many tensors: to interleave classes.
+    """
     low = lower_bound(group)
     orders = three_orders(group)
     if group.world_size == 1:
         return low, orders[1]
     found = common_multiple(group, orders[0])
     for packer in _packers(group, orders):
-        if found[0] == low:
-            return found  # proven optimal
+        if found[0] <= low + low // CLOSE:
+            return found
         found = improve(group, packer, low, found)
-    if found[0] > low + low // WORTH:
-        found = _interleave_two(group, low, found)
+    if found[0] > low + low // WORTH and effort:
+        found = _interleave(group, low, found, effort)
     return found
 
 
 def _packers(group: Group, orders: Iterable[Runs]) -> Iterator[Packer]:
-    for runs in orders:
+    for runs in dict.fromkeys(orders):
         yield partial(_keep_order, runs)
-    every = range(len(group.classes))
-    if 1 < len(every) <= GREEDY_STEPS // len(group.members):
+    steps = len(group.members) * len(group.classes) if len(group.classes) > 1 else math.inf
+    if steps <= GREEDY_STEPS:
         yield partial(pack_greedily, cross_first=False)
+    if steps <= CROSSING_STEPS:
         yield partial(pack_greedily, cross_first=True)
-    if 1 < group.states(every) <= EXACT_STATES:
-        yield FreePacker(every, EFFORT)
 
 
-def _interleave_two(group: Group, low: int, found: Found) -> Found:
+def _interleave(group: Group, low: int, found: Found, effort: int) -> Found:
+    every = range(len(group.classes))
+    if len(every) == 1:
+        return found
+    if group.states(every) <= EXACT_STATES:
+        return improve(group, FreePacker(every, effort), low, found)
     pair = largest_classes(group, 2)
-    if group.states(range(len(group.classes))) <= EXACT_STATES or group.states(pair) > PAIR_STATES:
-        return found  # all classes were interleaved, or two are too many
     # Only at these sizes do the boundaries meet few different places in the blocks of both.
     base = math.lcm(group.align, math.gcd(*(group.classes[index][1] for index in pair)))
     shards = _multiples(group, base, low, found[0], dense=24)
-    return first_fit(group, FreePacker(pair, EFFORT), shards) or found
+    return first_fit(group, FreePacker(pair, effort, WIDTH), shards) or found
 
 
 def _keep_order(runs: Runs, group: Group, shard: int) -> Runs | None:
