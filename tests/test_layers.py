@@ -43,6 +43,8 @@ FORBIDDEN = {
 # answered without ranks, and one day without torch.
 PURE = (
     f"{FSDP}/planner.py",
+    f"{FSDP}/lanes.py",
+    f"{FSDP}/lane_search.py",
     f"{FSDP}/packing.py",
     f"{FSDP}/packing_exact.py",
     f"{FSDP}/shard_search.py",

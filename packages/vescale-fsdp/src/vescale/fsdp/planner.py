@@ -32,7 +32,7 @@ class Request:
 
     def __post_init__(self) -> None:
         for name, least in (("numel", 0), ("block", 1)):
-            value = _index(getattr(self, name), f"{self.fqn}: {name}", least)
+            value = checked_integer(getattr(self, name), f"{self.fqn}: {name}", least)
             object.__setattr__(self, name, value)
 
 
@@ -113,8 +113,8 @@ def plan(requests: Sequence[Request], world_size: int, *, align: int = 1) -> Pla
     ``align`` and the sizes only, so all ranks compute the same one; equal groups are planned once.
     Raises TypeError or ValueError for sizes that are no positive integers.
     """
-    world_size = _index(world_size, "world_size", 1)
-    align = _index(align, "align", 1)
+    world_size = checked_integer(world_size, "world_size", 1)
+    align = checked_integer(align, "align", 1)
     requests = tuple(requests)
     sizes = tuple((r.numel, max(1, min(r.block, r.numel))) for r in requests)
     offsets, shard_numel = _layout(sizes, world_size, align)
@@ -137,7 +137,8 @@ def _layout(
     return tuple(offsets), shard_numel
 
 
-def _index(value: int, name: str, least: int) -> int:
+def checked_integer(value: int, name: str, least: int) -> int:
+    """Return ``value`` as an int; raise TypeError or ValueError if it is none from ``least`` on."""
     try:
         value = operator.index(value)
     except TypeError:
