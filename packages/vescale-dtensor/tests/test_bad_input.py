@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor as torch_tensors
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.utils._python_dispatch import TorchDispatchMode  # as torch's documentation has it
 
@@ -36,6 +37,7 @@ from vescale.dtensor import (
 from vescale.dtensor import tensor as tensors
 from vescale.dtensor.debug import sharding_table, visualize_sharding
 from vescale.dtensor.placement import _StridedRaggedShard
+from vescale.dtensor.state import full_state_dict
 
 R, S, P = Replicate(), Shard(0), Partial()
 UNITS = (1, 3, 2, 2)
@@ -61,6 +63,7 @@ class Inputs:
     replica: DTensor
     block: DTensor  # (ragged, Shard(1)) on square
     far: DTensor  # ragged on turned
+    wrong: torch_tensors.DTensor  # ragged, says torch's own function that made it uncut
     pending: DTensor  # (ragged, Partial) on square
     ints: DTensor
 
@@ -86,6 +89,7 @@ def make_inputs() -> Inputs:
         place(whole, mesh, R),
         place(whole, square, HALF, Shard(1)),
         place(whole, turned, CUT),
+        torch_tensors.zeros(8, 6, device_mesh=mesh, placements=[CUT]),
         DTensor.from_local(terms, square, [HALF, P], shape=(8, 6)),
         DTensor.from_local(torch.ones(8, 6, dtype=torch.int64, device=DEVICE), mesh, [P]),
     )
@@ -234,7 +238,28 @@ OPERATORS = {
     "median": (NotImplementedError, "median RaggedShard redistribute", lambda i: i.x.median()),
     "random numbers of ragged means": (NotImplementedError, "normal RaggedShard redistribute", lambda i: torch.normal(i.x, 1.0)),
 }  # fmt: skip
+OF_TORCH = {
+    "torch's tensor to ragged": (NotImplementedError, "torch's own RaggedShard redistribute_many([x] adopt(x)", lambda i: i.shard.as_torch().redistribute(placements=[CUT])),
+    "torch's tensor to ragged by position": (NotImplementedError, "torch's own RaggedShard redistribute_many([x] adopt(x)", lambda i: i.shard.as_torch().redistribute(i.mesh, [OWNER])),
+    "torch's tensor to the strided name": (NotImplementedError, "torch's own _StridedRaggedShard redistribute_many", lambda i: i.shard.as_torch().redistribute(placements=[_StridedRaggedShard((0,), UNITS, 2)])),
+    "adopt": (NotImplementedError, "RaggedShard torch's own class distribute_tensor", lambda i: tensors.adopt(i.wrong)),
+    "move": (NotImplementedError, "RaggedShard torch's own class", lambda i: redistribute_many([i.x, i.wrong], [R])),
+    "add on the left": (NotImplementedError, "RaggedShard torch's own class", lambda i: i.wrong + i.x),
+    "add on the right": (NotImplementedError, "RaggedShard torch's own class", lambda i: i.x + i.wrong),
+    "add to a replica": (NotImplementedError, "RaggedShard torch's own class", lambda i: i.replica + i.wrong),
+    "add in place": (NotImplementedError, "RaggedShard torch's own class", lambda i: i.x.clone().add_(i.wrong)),
+    "copy": (NotImplementedError, "RaggedShard torch's own class", lambda i: i.x.clone().copy_(i.wrong)),
+    "copy to a shard": (NotImplementedError, "RaggedShard torch's own class", lambda i: i.shard.clone().copy_(i.wrong)),
+    "equal": (NotImplementedError, "RaggedShard torch's own class", lambda i: torch.equal(i.x, i.wrong)),
+    "lists": (NotImplementedError, "RaggedShard torch's own class", lambda i: torch._foreach_add([i.x], [i.wrong])),
+    "the first list": (NotImplementedError, "RaggedShard torch's own class", lambda i: torch._foreach_add([i.x, i.wrong], [i.x, i.x])),
+    "norms": (NotImplementedError, "RaggedShard torch's own class", lambda i: torch._foreach_norm([i.x, i.wrong])),
+    "a full state": (NotImplementedError, "RaggedShard torch's own class", lambda i: full_state_dict({"a": i.x, "b": i.wrong})),
+    "draw": (NotImplementedError, "RaggedShard torch's own class", lambda i: visualize_sharding(i.wrong)),
+    "a table": (NotImplementedError, "RaggedShard torch's own class", lambda i: sharding_table(i.wrong)),
+}  # fmt: skip
 STORING = {
+    "a module for a state": (TypeError, "Linear model.state_dict()", lambda i: full_state_dict(torch.nn.Linear(2, 2))),
     "a checkpoint of a pending sum": (ValueError, "w Partial redistribute checkpointing", lambda i: i.pending.__create_write_items__("w", i.pending)),
     "chunks of a pending sum": (ValueError, "Partial redistribute checkpointing", lambda i: i.pending.__create_chunk_list__()),
     "a chunk that is elsewhere": (ValueError, "w (7, 3) redistributed", lambda i: i.x.__get_tensor_shard__(MetadataIndex("w", torch.Size((7, 3))))),
@@ -242,7 +267,7 @@ STORING = {
     "draw a plain tensor": (TypeError, "Tensor distribute_tensor", lambda i: visualize_sharding(i.whole)),
     "a table of a plain placement": (ValueError, "Shard visualize_sharding", lambda i: sharding_table(i.shard)),
 }  # fmt: skip
-CASES = {**PLACEMENTS, **MAKING, **MOVING, **OPERATORS, **STORING}
+CASES = {**PLACEMENTS, **MAKING, **MOVING, **OPERATORS, **OF_TORCH, **STORING}
 
 
 def problem(call, inputs, kind, words):

@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.distributed.tensor.debug import visualize_sharding as torch_visualize_sharding
 
 from vescale.dtensor.layout import make_layout
-from vescale.dtensor.spec import base_block, layout_of
+from vescale.dtensor.spec import base_block, check_is_ours, layout_of
 from vescale.dtensor.tensor import DTensor
 
 __all__ = ["CommDebugMode", "sharding_table", "visualize_sharding"]
@@ -37,6 +37,7 @@ def visualize_sharding(dtensor: TorchDTensor, header: str = "", use_rich: bool =
             f"visualize_sharding shows DTensors, got a {type(dtensor).__name__}; make one with "
             "distribute_tensor first."
         )
+    check_is_ours(dtensor)
     if layout_of(dtensor._spec) is None:
         plain = dtensor.as_torch() if isinstance(dtensor, DTensor) else dtensor
         torch_visualize_sharding(plain, header=header, use_rich=use_rich)
@@ -58,6 +59,7 @@ def sharding_table(dtensor: TorchDTensor) -> str:
     A part is a list of boxes in Python's slice notation; ``elements`` counts them. Raises
     ValueError for plain placements.
     """
+    check_is_ours(dtensor)
     if layout_of(dtensor._spec) is None:
         raise ValueError(
             f"sharding_table shows ragged tensors, got one of {dtensor.placements}; use "

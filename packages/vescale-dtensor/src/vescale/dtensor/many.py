@@ -18,7 +18,7 @@ from vescale.dtensor.redistribute import (
     gradient_placements,
     waiting,
 )
-from vescale.dtensor.spec import make_spec, normalize_placements, ragged_axis
+from vescale.dtensor.spec import check_is_ours, make_spec, normalize_placements, ragged_axis
 from vescale.dtensor.tensor import DTensor
 from vescale.dtensor.waiting import settled
 
@@ -182,4 +182,5 @@ def _as_ours(x: TorchDTensor) -> DTensor:
             f"redistribute_many takes DTensors, got {type(x).__name__}; use distribute_tensor or "
             "DTensor.from_local first."
         )
+    check_is_ours(x)
     return x if isinstance(x, DTensor) else autograd.FromTorch.apply(x, DTensor)

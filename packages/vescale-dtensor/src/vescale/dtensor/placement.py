@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """RaggedShard: cut a tensor's memory into contiguous ranges of any proportion."""
 
+import inspect
 import math
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from vescale.dtensor.runs import Runs, canonical, encode, expand, length, locate, text, total
+
+_TORCH_REDISTRIBUTE = inspect.unwrap(DTensor.redistribute).__code__
 
 
 class RaggedShard(Placement):
@@ -166,6 +170,20 @@ class RaggedShard(Placement):
                 f"{row_shape}; pass one flat tensor of whole rows, {row_numel} elements each."
             )
         return flat_tensor.view(flat_tensor.numel() // row_numel if row_numel else 0, *row_shape)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Return False.
+
+        torch's own ``DTensor.redistribute`` asks this of every placement that it is to move to, and
+        would then leave the data as they are: to it alone this raises NotImplementedError.
+        """
+        if sys._getframe(1).f_code is _TORCH_REDISTRIBUTE:
+            raise NotImplementedError(
+                f"torch's own DTensor cannot be moved to {self}: use "
+                "vescale.dtensor.redistribute_many([x], placements), or "
+                "vescale.dtensor.tensor.adopt(x).redistribute(placements=placements)."
+            )
+        return False
 
     def _check_ndim(self, shape: Sequence[int]) -> None:
         if len(self.dims) > len(shape):

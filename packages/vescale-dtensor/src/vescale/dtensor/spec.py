@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from vescale.dtensor._torch_compat import (
     DTensorSpec,
     TensorMeta,
+    TorchDTensor,
     spec_with_meta,
 )
 from vescale.dtensor.layout import Layout, contiguous_stride, make_layout, sharded_block
@@ -19,6 +20,7 @@ from vescale.dtensor.placement import RaggedShard
 __all__ = [
     "base_block",
     "base_placements",
+    "check_is_ours",
     "layout_of",
     "local_shape",
     "make_spec",
@@ -123,6 +125,20 @@ def ragged_axis(placements: Sequence[Placement]) -> int | None:
             "RaggedShard per tensor, and Shard or Replicate on the other axes."
         )
     return axes[0] if axes else None
+
+
+def check_is_ours(x: TorchDTensor) -> None:
+    """Raise NotImplementedError when ``x`` is ragged and of torch's own class.
+
+    torch's functions leave such a tensor uncut, so its local part is not what its spec says.
+    """
+    if type(x) is TorchDTensor and ragged_axis(x._spec.placements) is not None:
+        raise NotImplementedError(
+            f"a tensor of {x._spec.placements} is of torch's own class, which does not cut it "
+            "raggedly, so its parts are wrong; make it by functions of vescale.dtensor: "
+            "distribute_tensor, zeros, ..., or redistribute_many([x], placements) from placements "
+            "of torch's."
+        )
 
 
 def replace(

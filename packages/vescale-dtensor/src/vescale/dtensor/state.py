@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.checkpoint import check_not_partial
 from vescale.dtensor.placement import RaggedShard
-from vescale.dtensor.spec import base_block, layout_of
+from vescale.dtensor.spec import base_block, check_is_ours, layout_of, ragged_axis
 from vescale.dtensor.tensor import adopt
 
 __all__ = ["full_state_dict", "load_full_state_dict"]
@@ -37,11 +37,14 @@ def full_state_dict(
     move to the CPU one by one, so a device holds no more than one whole tensor at a time. Tensors
     that were whole already are not copied.
 
-    Raises ValueError, before any collective, for a DTensor that is Partial.
+    Raises, before any collective, ValueError for a DTensor that is Partial, NotImplementedError
+    for a ragged one of torch's own class, TypeError when ``state`` is no dict.
     """
+    _check_is_dict("full_state_dict", state)
     for path, x in _leaves(state):
         if isinstance(x, TorchDTensor):
             check_not_partial(_name(path), x)
+            check_is_ours(x)
     keep = not rank0_only or dist.get_rank() == 0
 
     def whole(x: Any) -> Any:
@@ -67,8 +70,9 @@ def load_full_state_dict(
     Dtypes become those of the targets.
 
     Raises ValueError on all ranks, before any tensor is changed, when keys or shapes differ, or a
-    target is Partial.
+    target is Partial or a ragged tensor of torch's own class.
     """
+    _check_is_dict("load_full_state_dict", target_state)
     targets, mine = dict(_leaves(target_state)), dist.get_rank() == src
     wholes = dict(_leaves(full_state or {})) if mine else {}
     header = [{path: _describe(x) for path, x in wholes.items()}]
@@ -115,7 +119,17 @@ def _problem(targets: dict[Path, Any], described: dict[Path, Any]) -> str | None
             return f"{name} has shape {whole.shape}, but its target has {tuple(target.shape)}"
         if isinstance(target, TorchDTensor) and any(p.is_partial() for p in target.placements):
             return f"{name} is to be loaded into {target.placements}; redistribute it first"
+        if type(target) is TorchDTensor and ragged_axis(target.placements) is not None:
+            return f"{name} is ragged but of torch's own class, so its parts are wrong"
     return None
+
+
+def _check_is_dict(name: str, state: object) -> None:
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"{name} got a {type(state).__name__}; pass a dict, such as model.state_dict() or "
+            "optimizer.state_dict()."
+        )
 
 
 def _agree(problem: str | None) -> None:

@@ -23,6 +23,7 @@ from vescale.dtensor._torch_compat import (
 )
 from vescale.dtensor.ops import dispatch
 from vescale.dtensor.spec import (
+    check_is_ours,
     layout_of,
     normalize_placements,
     ragged_axis,
@@ -64,9 +65,8 @@ class DTensor(TorchDTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
-        return adopt(
-            TorchDTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
+        x = TorchDTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return _as_ours(x)
 
     def __getstate__(self):
         # What a spec caches is derived, and no safe global of torch.load.
@@ -252,9 +252,17 @@ class DTensor(TorchDTensor):
 
 def adopt(x: TorchDTensor) -> DTensor:
     """Return torch's own DTensor ``x`` as our class, over the same local tensor; not recorded
-    by autograd."""
+    by autograd.
+
+    Raises NotImplementedError when it is ragged: torch's own functions do not cut it so.
+    """
     if isinstance(x, DTensor):
         return x
+    check_is_ours(x)
+    return _as_ours(x)
+
+
+def _as_ours(x: TorchDTensor) -> DTensor:
     return wrap(DTensor, x._local_tensor, x._spec, requires_grad=x.requires_grad)
 
 

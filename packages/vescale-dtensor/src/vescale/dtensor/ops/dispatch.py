@@ -19,7 +19,7 @@ from vescale.dtensor.ops.pointwise import (
 from vescale.dtensor.ops.random import RANDOM
 from vescale.dtensor.ops.reduce import REDUCTIONS
 from vescale.dtensor.ops.view import VIEWS
-from vescale.dtensor.spec import layout_of
+from vescale.dtensor.spec import check_is_ours, layout_of
 
 _FUSED = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"}
 _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
@@ -52,6 +52,7 @@ def dispatch(cls, func, types, args=(), kwargs=None):
 def _first_ragged(args):
     for a in args:
         if isinstance(a, TorchDTensor):
+            check_is_ours(a)
             if layout_of(a._spec) is not None:
                 return a
         elif type(a) is list or type(a) is tuple:

@@ -6,7 +6,7 @@ from torch.autograd.graph import increment_version
 
 from vescale.dtensor._torch_compat import TorchDTensor, list_kernel, wrap
 from vescale.dtensor.ops.operands import alike, local_operand, rewrap, unsupported
-from vescale.dtensor.spec import layout_of
+from vescale.dtensor.spec import check_is_ours, layout_of
 
 
 def foreach(func, args, kwargs, ref):
@@ -57,6 +57,8 @@ def _split_first(func, first):
     except AttributeError:
         pass
     for x in first:
+        if isinstance(x, TorchDTensor):
+            check_is_ours(x)
         if isinstance(x, TorchDTensor) and any(p.is_partial() for p in x._spec.placements):
             unsupported(func, "a Partial placement still has to be reduced", x)
     specs = [getattr(x, "_spec", None) for x in first]
@@ -66,7 +68,7 @@ def _split_first(func, first):
 def _row(func, row, first, specs):
     """Return the local parts of ``row``, each in the layout of its neighbour in ``first``."""
     try:
-        if [x._spec for x in row] == specs:  # mostly the very same objects
+        if [x._spec for x in row] == specs and TorchDTensor not in set(map(type, row)):
             return [x._local_tensor for x in row]
     except AttributeError:  # scalars or plain tensors among them
         pass
@@ -74,6 +76,9 @@ def _row(func, row, first, specs):
         return row
     if len(row) != len(first):
         return [_single(func, x) for x in row]
+    for x in row:
+        if isinstance(x, TorchDTensor):
+            check_is_ours(x)
     return [
         x._local_tensor
         if isinstance(x, TorchDTensor) and spec is not None and alike(x._spec, spec)

@@ -20,7 +20,7 @@ from vescale.dtensor.ops.reduction import (
     reduce,
     split_axes,
 )
-from vescale.dtensor.spec import layout_of, replicated_spec
+from vescale.dtensor.spec import check_is_ours, layout_of, replicated_spec
 
 aten = torch.ops.aten
 
@@ -30,7 +30,10 @@ def foreach_norm(func, args, kwargs, ref):
     order = float(args[1]) if len(args) > 1 else 2.0
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     for x in args[0]:
-        if isinstance(x, TorchDTensor) and _is_pending(x._spec):
+        if not isinstance(x, TorchDTensor):
+            continue
+        check_is_ours(x)
+        if _is_pending(x._spec):
             unsupported(func, "a Partial placement still has to be reduced", x)
     return norms(args[0], order, dtype, ref)
 

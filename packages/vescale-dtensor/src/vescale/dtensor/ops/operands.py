@@ -12,7 +12,13 @@ from vescale.dtensor._torch_compat import (
     wrap,
 )
 from vescale.dtensor.layout import Layout
-from vescale.dtensor.spec import base_placements, layout_of, make_spec, spec_with_dtype
+from vescale.dtensor.spec import (
+    base_placements,
+    check_is_ours,
+    layout_of,
+    make_spec,
+    spec_with_dtype,
+)
 
 
 def unsupported(func, reason: str, *tensors: object) -> NoReturn:
@@ -34,6 +40,7 @@ def alike(mine, its) -> bool:
 
 def same_layout(a: TorchDTensor, b: TorchDTensor) -> bool:
     """Tell whether two tensors, ``b`` ragged, are cut alike, so that their local parts match."""
+    check_is_ours(a)
     mine, its = a._spec, b._spec
     if mine is its or alike(mine, its):
         return True

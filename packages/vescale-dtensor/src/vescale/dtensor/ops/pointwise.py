@@ -13,7 +13,7 @@ from vescale.dtensor.ops.operands import (
     unsupported,
 )
 from vescale.dtensor.redistribute import redistribute_local
-from vescale.dtensor.spec import layout_of, replicated_spec
+from vescale.dtensor.spec import check_is_ours, layout_of, replicated_spec
 
 aten = torch.ops.aten
 
@@ -89,6 +89,8 @@ def copy_(func, args, kwargs, ref):
     """Copy from any placement into any other; redistributes where they differ."""
     target, source = args[:2]
     if isinstance(target, TorchDTensor) and isinstance(source, TorchDTensor):
+        check_is_ours(target)
+        check_is_ours(source)
         aligned = layout_of(target._spec) is not None and same_layout(source, target)
         if not aligned and source._spec.mesh == target._spec.mesh and source.shape == target.shape:
             local = redistribute_local(source._local_tensor, source._spec, target._spec.placements)
@@ -102,7 +104,7 @@ def _aligned(args, spec):
     local = []
     for a in args:
         if isinstance(a, TorchDTensor):
-            if a._spec is not spec and not alike(a._spec, spec):
+            if (a._spec is not spec and not alike(a._spec, spec)) or type(a) is TorchDTensor:
                 return None
             a = a._local_tensor
         elif isinstance(a, torch.Tensor) and a.ndim:
