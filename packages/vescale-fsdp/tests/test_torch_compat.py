@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each private name of torch that the package uses still means what it meant."""
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from testing.ranks import DEVICE
 from vescale.fsdp import _torch_compat as compat
@@ -88,3 +90,14 @@ def test_foreach_norm_takes_a_dtype_and_foreach_mul_a_tensor():
     assert [(norm.dtype, norm.item()) for norm in norms] == [(torch.float32, 6.0)] * 2
     compat.foreach_mul_(parts, torch.tensor(0.5, device=DEVICE))
     assert all(part.dtype == torch.bfloat16 and part[0] == 1.5 for part in parts)
+
+
+def test_concatenated_meshes_have_the_groups_of_both(fake_group):
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = compat.concatenate_meshes(mesh["dp"], mesh["tp"])
+    assert whole == mesh
+    assert whole.get_coordinate() == (0, 0)
+    assert whole.get_group(1) is mesh["tp"].get_group()
+    with pytest.raises(RuntimeError, match="overlapping"):
+        compat.concatenate_meshes(mesh["dp"], mesh["dp"])

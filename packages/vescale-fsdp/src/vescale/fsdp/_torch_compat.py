@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 
 # Public, but renamed in torch 2.13, which warns about the names that 2.11 and 2.12 know.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,3 +61,11 @@ def gradient_hooks(param: torch.Tensor) -> list[Callable]:
 # Checked on 2.13: (tensors, ord, dtype) -> list of norms; (tensors, scalar tensor) in place.
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the axes of both, which are axes of one mesh with names.
+
+    Raises RuntimeError where they overlap or have no mesh in common. Makes no process group.
+    """
+    return DeviceMesh._concatenate([first, second])

@@ -2,7 +2,7 @@
 """Let all ranks of a group see alike what one of them found wrong."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,26 @@ def agree(
         f"the ranks do not {what} alike; rank 0 and rank {rank} of the group differ first at: "
         f"{_first_difference(first, texts[rank])}. Build and wrap the model alike on every rank."
     )
+
+
+def agree_everywhere(
+    meshes: Iterable[Sequence[dist.ProcessGroup]],
+    device: torch.device,
+    what: str,
+    description: str,
+    error: Exception | None = None,
+) -> None:
+    """Let the ranks of several meshes agree, one after the other, each given by its groups.
+
+    Raises what any of them found, once the others have heard of it.
+    """
+    for groups in meshes:
+        try:
+            agree(groups, device, what, description, error)
+        except Exception as caught:
+            error = caught
+    if error is not None:
+        raise error
 
 
 def _gather(row: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:

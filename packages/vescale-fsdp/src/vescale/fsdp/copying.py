@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from vescale.fsdp.managed import Managed
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.unit import Unit
 
@@ -40,18 +39,13 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
 
 def _copy_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
     managed = [
-        Managed(
-            fqn=item.fqn,
+        item.twin(
             slots=[
                 (weakref.ref(memo[id(module)]), name)
                 for ref, name in item.slots
                 if (module := ref()) is not None and id(module) in memo
             ],
-            original=None,
-            granularity=item.granularity,
-            spec=item.spec,
             sharded=memo[id(item.sharded)],
-            extras=dict(item.extras),
         )
         for item in group.managed
     ]

@@ -8,14 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import is_ragged_shard
-from vescale.fsdp.agreement import agree
+from vescale.dtensor.tensor import local_of
+from vescale.fsdp.agreement import agree_everywhere
 from vescale.fsdp.arguments import check_reshard
 from vescale.fsdp.data_mesh import DataMesh, data_mesh_of
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
+from vescale.fsdp.parallel import parallel_meshes, parallel_of
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.policy import MixedPrecisionPolicy, check_policy
 from vescale.fsdp.unit import Unit
@@ -66,18 +69,20 @@ def fully_shard(
     mesh = _check_mesh(mesh, module)
     data = data_mesh_of(mesh)
     device = _device(mesh)
+    own = _own_params(module, ignored_params or set())
+    meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
     found: list[list[Managed]] = []
     borrowed: list[ParamGroup] = []
     error = None
     try:
-        items, ties = _collect(module, ignored_params or set(), granularity)
+        items, ties = _collect(module, ignored_params or set(), granularity, data)
         _check_devices(items, module, device)
         found = _split(items)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
     described = _describe(module, data, mp_policy, found)
-    agree(data.groups, device, "wrap the module", described, error)
-    groups = [ParamGroup(items, data, device, mp_policy) for items in found]
+    agree_everywhere(meshes, device, "wrap the module", described, error)
+    groups = [ParamGroup(items, items[0].data, device, mp_policy) for items in found]
     for group in groups:
         group.shard()
     for (owner, index), slots in ties.items():
@@ -173,11 +178,13 @@ def _collect(
     module: nn.Module,
     ignored: set[nn.Parameter],
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None,
+    data: DataMesh,
 ) -> tuple[list[Managed], dict[tuple[ParamGroup, int], list]]:
     """Return the parameters that ``module`` will manage, and its ties to other units'."""
     found: dict[int, Managed] = {}
     ties: dict[tuple[ParamGroup, int], list] = {}
     ignored_ids = {id(param) for param in ignored}
+    whole_meshes: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = {}
     for prefix, submodule in _unwrapped(module, ""):
         for name, param in submodule._parameters.items():
             if param is None or id(param) in ignored_ids:
@@ -192,7 +199,8 @@ def _collect(
             else:
                 _check_param(fqn, param)
                 chosen = resolve_granularity(granularity, fqn, param)
-                found[id(param)] = Managed(fqn, [slot], param, chosen)
+                parallel = parallel_of(fqn, param, data.mesh, whole_meshes)
+                found[id(param)] = Managed(fqn, [slot], param, chosen, data, parallel)
     return list(found.values()), ties
 
 
@@ -214,6 +222,18 @@ def _unwrapped(module: nn.Module, prefix: str):
         stack.extend(reversed(children))
 
 
+def _own_params(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
+    ignored_ids = {id(param) for param in ignored}
+    return [
+        param
+        for _, submodule in _unwrapped(module, "")
+        for param in submodule._parameters.values()
+        if param is not None
+        and id(param) not in ignored_ids
+        and not any(is_ragged_shard(p) for p in getattr(param, "placements", ()))
+    ]
+
+
 def _check_param(fqn: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedTensorMixin):
         raise ValueError(f"{fqn} is not initialised; run one forward of the lazy module first.")
@@ -222,14 +242,10 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             f"{fqn} is sharded by fully_shard already, as part of another module; wrap from the "
             "inside out, and tie parameters before the first call."
         )
-    if hasattr(param, "device_mesh"):
+    local = local_of(param) if isinstance(param, DTensor) else param
+    if type(local) not in (torch.Tensor, nn.Parameter):
         raise NotImplementedError(
-            f"{fqn} is a DTensor of placements {param.placements}; sharding a tensor-parallel "
-            "parameter further is not supported yet."
-        )
-    if type(param) is not nn.Parameter:
-        raise NotImplementedError(
-            f"{fqn} is a {type(param).__name__}, expected an nn.Parameter; tensor subclasses are "
+            f"{fqn} is a {type(local).__name__}, expected an nn.Parameter; tensor subclasses are "
             "not supported yet. Pass it in ignored_params to leave it as it is."
         )
     if param.is_complex() and param.requires_grad:
@@ -258,10 +274,16 @@ def _check_devices(items: list[Managed], module: nn.Module, device: torch.device
 
 
 def _split(items: list[Managed]) -> list[list[Managed]]:
-    """Split by dtype and requires_grad, in order of appearance; one group needs one of each."""
-    groups: dict[tuple[torch.dtype, bool], list[Managed]] = {}
+    """Split into groups, in order of appearance: one needs one mesh, dtype and requires_grad.
+
+    Uneven tensor-parallel parameters are laid out by each of their ranks in its own way. What else
+    is in the unit must be cut alike by all, since a checkpoint holds it once.
+    """
+    groups: dict[tuple, list[Managed]] = {}
     for item in items:
-        groups.setdefault((item.original.dtype, item.original.requires_grad), []).append(item)
+        param = item.original
+        key = (item.data, param.dtype, param.requires_grad, item.uneven)
+        groups.setdefault(key, []).append(item)
     return list(groups.values())
 
 
@@ -280,9 +302,15 @@ def _describe(
             p = item.original
             lines.append(
                 f"{item.fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} "
-                f"{item.granularity}"
+                f"{item.granularity}{_describe_parallel(item)}"
             )
     return "\n".join(lines)
+
+
+def _describe_parallel(item: Managed) -> str:
+    if item.parallel is None:
+        return ""
+    return f" {item.parallel.placements} on {item.parallel.mesh.mesh_dim_names}"
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -4,12 +4,16 @@
 import math
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from vescale.fsdp.granularity import Granularity
+from vescale.dtensor import RaggedShard
+from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec
+from vescale.fsdp.data_mesh import DataMesh
+from vescale.fsdp.granularity import Granularity, unit_runs
+from vescale.fsdp.parallel import Parallel
 from vescale.fsdp.planner import Plan, Request, plan
 
 SLICE_ALIGN_BYTES = 16  # slower collectives below it: pytorch/pytorch #195450
@@ -18,17 +22,102 @@ OWNER_ATTRIBUTE = "_vescale_owner"  # on a parameter that a group replaced
 
 @dataclass(eq=False)
 class Managed:
-    """One parameter: its places in modules, and its sharded and gathered forms."""
+    """One parameter: its places in modules, and its sharded and gathered forms.
+
+    ``parallel`` says how it lies on a mesh of its own, and is None for a plain parameter; ``block``
+    is the shape of the local part there, or of the parameter: what the data axis divides.
+    """
 
     fqn: str
     slots: list[tuple[weakref.ref[nn.Module], str]]
     original: nn.Parameter | None
     granularity: Granularity
+    data: DataMesh
+    parallel: Parallel | None = None
+    block: torch.Size = None
     spec: object = None
     local: torch.Tensor | None = None  # of the sharded form: a view of the shard
     sharded: nn.Parameter = None
     gathered: nn.Parameter | None = None
     extras: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.block is None:
+            self.block = self._original_part().shape
+
+    def _original_part(self) -> torch.Tensor:
+        original = self.original.detach()
+        return original if self.parallel is None else original.to_local()
+
+    @property
+    def uneven(self) -> bool:
+        """Whether other ranks of the parameter's own mesh divide a block of another shape."""
+        return self.parallel is not None and self.parallel.uneven
+
+    def request(self) -> Request:
+        """Return what the planner has to place."""
+        block_numel = self.granularity.block_numel(self.block, fqn=self.fqn)
+        return Request(self.fqn, self.block.numel(), block_numel)
+
+    def twin(self, slots: list, sharded: nn.Parameter) -> "Managed":
+        """Return the same for a copy of the parameter in other modules."""
+        return replace(
+            self,
+            slots=slots,
+            original=None,
+            local=None,
+            sharded=sharded,
+            gathered=None,
+            extras=dict(self.extras),
+        )
+
+    # --- the two forms ----------------------------------------------------------------------
+
+    def make_sharded(self, plan: Plan, index: int, rank: int, local: torch.Tensor) -> None:
+        """Make the sharded form of the original, which is tensor ``index`` of ``plan``.
+
+        ``local`` is this rank's part, flat, in the shard; it takes the original's values.
+        """
+        original, part = self.original, self._original_part()
+        begin, _, numel = plan.local_range(index, rank)
+        if numel and not original.is_meta:
+            # reshape: a view of a contiguous parameter, a copy of any other (L8)
+            local.copy_(part.reshape(-1)[begin : begin + numel])
+        runs = unit_runs(plan, index, self.granularity.unit_numel(self.block, fqn=self.fqn))
+        ragged = RaggedShard.from_runs(self.granularity.dims(self.block, fqn=self.fqn), runs)
+        mesh, placements = self.data.mesh, self.data.placements(ragged)
+        if self.parallel is not None:
+            mesh = self.parallel.whole_mesh
+            placements = (*placements, *self.parallel.placements)
+        self.spec = ragged_spec(mesh, placements, tuple(original.shape), local.dtype)
+        self.extras = {k: v for k, v in vars(original).items() if k != OWNER_ATTRIBUTE}
+        self.sharded = nn.Parameter(
+            make_ragged(local, self.spec), requires_grad=original.requires_grad
+        )
+        self.local = local_of(self.sharded)
+        vars(self.sharded).update(self.extras)
+        self.register(self.sharded)
+
+    def make_gathered(self, flat: torch.Tensor) -> nn.Parameter:
+        """Make the gathered form over ``flat``, the parameter in the full buffer, and return it.
+
+        Plain, or torch's DTensor on the parameter's own mesh.
+        """
+        view = flat.view(self.block)
+        data = view if self.parallel is None else self.parallel.wrap(view)
+        self.gathered = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        vars(self.gathered).update(self.extras)
+        return self.gathered
+
+    def take_gradient(self) -> torch.Tensor:
+        """Return the gradient that autograd left on the gathered form, as a tensor of ``block``.
+
+        The gathered form has none afterwards.
+        """
+        grad, self.gathered.grad = self.gathered.grad, None
+        return grad if self.parallel is None else self.parallel.local_gradient(grad)
+
+    # --- places -----------------------------------------------------------------------------
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` into every place, without the checks of ``setattr``."""
@@ -53,18 +142,10 @@ class Managed:
 
 
 def plan_of(managed: Sequence[Managed], world_size: int, narrowest: torch.dtype) -> Plan:
-    """Return the plan of the original parameters over ``world_size`` ranks.
+    """Return the plan of the parameters over ``world_size`` ranks.
 
     Every rank's part starts on a multiple of 16 bytes in each dtype the layout is used with,
     ``narrowest`` being the narrowest of them.
     """
-    requests = [
-        Request(
-            item.fqn,
-            item.original.numel(),
-            item.granularity.block_numel(item.original.shape, fqn=item.fqn),
-        )
-        for item in managed
-    ]
     align = SLICE_ALIGN_BYTES // math.gcd(SLICE_ALIGN_BYTES, narrowest.itemsize)
-    return plan(requests, world_size, align=align)
+    return plan([item.request() for item in managed], world_size, align=align)

@@ -171,7 +171,7 @@ def _loadable(group: ParamGroup, index: int, value: torch.Tensor, *, assign: boo
         return value  # torch's own error names the parameter and both shapes
     if not hasattr(value, "device_mesh"):
         value = distribute_tensor(
-            value.detach(), group.mesh, item.spec.placements, src_data_rank=None
+            value.detach(), item.spec.mesh, item.spec.placements, src_data_rank=None
         )
     if not assign:
         return value

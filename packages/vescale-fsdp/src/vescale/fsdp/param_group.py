@@ -3,7 +3,8 @@
 
 A managed parameter has two forms. The sharded one is an ``nn.Parameter`` holding a RaggedShard
 DTensor whose local data is a view of the buffer's shard; optimizers and checkpoints see it. The
-gathered one is a plain ``nn.Parameter``, a view of the full buffer; the module computes with it.
+gathered one is a view of the full buffer, plain or torch's DTensor on the parameter's own mesh; the
+module computes with it.
 """
 
 import copy
@@ -16,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.dtensor import RaggedShard
-from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec, set_local
+from vescale.dtensor.spec import spec_with_dtype
+from vescale.dtensor.tensor import local_of, set_local
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
-from vescale.fsdp.granularity import unit_runs
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
 from vescale.fsdp.reduction import ReduceOptions, Reduction
@@ -111,26 +111,9 @@ class ParamGroup:
         self._new_weights(device, self.dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
         for index, (item, local) in enumerate(zip(self.managed, views, strict=True)):
-            original = item.original
-            begin, _, numel = self.plan.local_range(index, self.weights.rank)
-            if numel and not original.is_meta:
-                # reshape: a view of a contiguous parameter, a copy of any other (L8)
-                local.copy_(original.detach().reshape(-1)[begin : begin + numel])
-            runs = unit_runs(
-                self.plan, index, item.granularity.unit_numel(original.shape, fqn=item.fqn)
-            )
-            dims = item.granularity.dims(original.shape, fqn=item.fqn)
-            placements = self.data.placements(RaggedShard.from_runs(dims, runs))
-            item.spec = ragged_spec(self.mesh, placements, tuple(original.shape), self.dtype)
-            item.extras = {k: v for k, v in vars(original).items() if k != OWNER_ATTRIBUTE}
-            item.sharded = nn.Parameter(
-                make_ragged(local, item.spec), requires_grad=original.requires_grad
-            )
-            item.local = local_of(item.sharded)
-            vars(item.sharded).update(item.extras)
-            item.register(item.sharded)
+            item.make_sharded(self.plan, index, self.weights.rank, local)
             # A tie to a module that is wrapped later is found through the original.
-            setattr(original, OWNER_ATTRIBUTE, (weakref.ref(self), index))
+            setattr(item.original, OWNER_ATTRIBUTE, (weakref.ref(self), index))
             item.original = None
 
     def prepare_move(self) -> None:
@@ -178,9 +161,7 @@ class ParamGroup:
         for item, local, view in zip(self.managed, locals_, views, strict=True):
             if not local.is_meta:
                 view.copy_(local)
-            item.spec = ragged_spec(
-                self.mesh, item.spec.placements, tuple(item.sharded.shape), dtype
-            )
+            item.spec = spec_with_dtype(item.spec, dtype)
             set_local(item.sharded, view)
             item.local = local_of(item.sharded)
             item.gathered = None
@@ -281,14 +262,12 @@ class ParamGroup:
     def _make_gathered(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for index, item in enumerate(self.managed):
-                view = self.weights.view(index).view(item.sharded.shape)
-                item.gathered = nn.Parameter(view, requires_grad=item.sharded.requires_grad)
-                vars(item.gathered).update(item.extras)
-                if item.gathered.is_floating_point() or item.gathered.is_complex():
-                    requires_grad = item.gathered.requires_grad
-                    item.gathered.requires_grad_(True)  # a hook needs it; set back below
-                    item.gathered.register_post_accumulate_grad_hook(_Taker(self, index))
-                    item.gathered.requires_grad_(requires_grad)
+                gathered = item.make_gathered(self.weights.view(index))
+                if gathered.is_floating_point() or gathered.is_complex():
+                    requires_grad = gathered.requires_grad
+                    gathered.requires_grad_(True)  # a hook needs it; set back below
+                    gathered.register_post_accumulate_grad_hook(_Taker(self, index))
+                    gathered.requires_grad_(requires_grad)
 
     def _sharded_version(self) -> int:
         return sum(item.sharded._version for item in self.managed)
@@ -307,9 +286,7 @@ class ParamGroup:
 
     def take_gradient(self, index: int) -> None:
         """Move the gradient that autograd just left on a gathered parameter into the buffer."""
-        gathered = self.managed[index].gathered
-        self.reduction.take(index, gathered.grad)
-        gathered.grad = None
+        self.reduction.take(index, self.managed[index].take_gradient())
 
     def start_reduce(self) -> None:
         """Launch the reduction of the group's gradients."""

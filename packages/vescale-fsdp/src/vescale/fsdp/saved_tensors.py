@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.tensor import local_of
 from vescale.fsdp._torch_compat import top_saved_tensor_hooks
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -55,9 +57,11 @@ def saved_tensor_watch() -> AbstractContextManager:
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    on_use = None
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        on_use = _owners.get(tensor.untyped_storage().data_ptr())
+    on_use, memory = None, tensor
+    if isinstance(tensor, DTensor):  # a tensor-parallel parameter, or a view of one
+        memory = local_of(tensor)
+    if type(memory) in _PLAIN and memory.layout is torch.strided:
+        on_use = _owners.get(memory.untyped_storage().data_ptr())
     if tensor.grad_fn is not None:
         tensor = tensor.detach()  # its node would hold it, and it its node
     # The version, because torch checks none where hooks are in force.
