@@ -7,6 +7,7 @@ answer on every rank. Offsets and sizes are in elements, except where a name say
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ class TensorLayout:
     """One parameter in its group's buffer.
 
     ``name`` is the FQN without the unit's own. No rank boundary cuts a run of ``block`` elements;
-    ``shard_sizes`` [world_size] says how many elements each rank holds.
+    ``shard_runs`` says how many elements the ranks hold, as pairs ``(numel, ranks)`` in rank order.
     """
 
     name: str
@@ -44,12 +45,19 @@ class TensorLayout:
     numel: int
     block: int
     offset: int
-    shard_sizes: tuple[int, ...]
+    shard_runs: tuple[tuple[int, int], ...]
 
     @property
-    def ranks(self) -> tuple[int, ...]:
+    def shard_sizes(self) -> tuple[int, ...]:
+        """How many elements each rank holds: [world_size], made when it is asked for."""
+        return tuple(chain.from_iterable(repeat(numel, ranks) for numel, ranks in self.shard_runs))
+
+    @property
+    def ranks(self) -> range:
         """The ranks that hold at least one element; consecutive, as a tensor is one interval."""
-        return tuple(rank for rank, numel in enumerate(self.shard_sizes) if numel)
+        empty = takewhile(lambda run: not run[0], self.shard_runs)
+        first = sum(ranks for _, ranks in empty)
+        return range(first, first + sum(ranks for numel, ranks in self.shard_runs if numel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +228,8 @@ def _group_layout(group: Group, shapes: Mapping[str, Sequence[int]]) -> GroupLay
         name = request.fqn.removeprefix(prefix)
         shape = shapes.get(f"{prefix}{name}", (request.numel,))
         block = max(1, min(request.block, request.numel))
-        sizes = group.plan.shard_sizes(index)
-        tensors.append(TensorLayout(name, tuple(shape), request.numel, block, offset, sizes))
+        runs = group.plan.shard_runs(index)
+        tensors.append(TensorLayout(name, tuple(shape), request.numel, block, offset, runs))
     return GroupLayout(
         group.name,
         group.dtype,

@@ -70,10 +70,11 @@ def _draw_buffer(axes: Axes, row: int, group: GroupLayout, colours: dict[str, st
 
 def _draw_label(axes: Axes, row: int, tensor: TensorLayout, group: GroupLayout) -> None:
     # In the tensor's largest piece, where no rank boundary crosses the letters.
-    rank = max(tensor.ranks, key=lambda rank: tensor.shard_sizes[rank])
+    sizes = tensor.shard_sizes
+    rank = max(tensor.ranks, key=sizes.__getitem__)
     whole, shard_numel = group.plan.buffer_numel, group.plan.shard_numel
     left = max(tensor.offset, rank * shard_numel) / whole
-    width = tensor.shard_sizes[rank] / whole
+    width = sizes[rank] / whole
     name = tensor.name.removesuffix(".weight")
     for label in (name, name.rpartition(".")[2]):
         if len(label) * LETTER < width:
