@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padding and planning time of the single-buffer planner on published model shapes.
+"""Padding and planning time, in one buffer and in lanes, on published model shapes.
 
 Prints three tables: whole models with k-row blocks on every matrix; single layers with blocks on
-feed-forward and expert matrices only; and cuts between any two elements. Each cell is what the
-planner reaches, what it has to reach, and the lower bound of its search. Exits with 1 if a target
-is missed. Needs no process group and no GPU:
+feed-forward and expert matrices only; and cuts between any two elements. "lanes" is the least
+padding with up to three lanes, whatever they cost; "default" is what ``plan_lanes`` chooses, which
+counts a lane as ``LANE_NBYTES`` bytes of a shard, and the number of its lanes. The last columns are
+milliseconds of CPU for the slowest unit: one buffer, and the default with all it needs. Exits with
+1 if a target of padding is missed. Needs no process group and no GPU:
 
     python benchmarks/planner.py [--models llama3 gpt-oss]
 """
@@ -18,48 +20,49 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from vescale.fsdp import lanes, planner
 from vescale.fsdp.granularity import Block, Elements
-from vescale.fsdp.packing import Group
+from vescale.fsdp.lanes import LanePlan, plan_lanes
 from vescale.fsdp.planner import Request, plan
-from vescale.fsdp.shard_search import lower_bound, search_layout
 
 SHAPES = Path(__file__).parent / "model_shapes"
 ALIGN = 8  # elements of bfloat16 in 16 bytes
+SINGLE_MS, LANES_MS = 50, 300  # targets of time, for one unit
 
-# Padding in % of a model's elements: (model, rows per block) -> at 64, 256, 1024, 10240 ranks.
+# Padding in % of a model's elements, at WORLDS ranks: (model, rows per block) -> one buffer, lanes.
 WORLDS = (64, 256, 1024, 10240)
 WHOLE_MODEL = {
-    ("llama3-70b", 1): (0.36, 1.19, 2.87, 36.26),
-    ("llama3-70b", 32): (9.53, 9.58, 116.11, 2038.24),
-    ("llama3-70b", 128): (9.58, 116.11, 755.30, 8452.96),
-    ("deepseek-v3-671b-unfused", 1): (0.01, 0.11, 1.24, 26.82),
-    ("deepseek-v3-671b-unfused", 32): (0.70, 3.83, 26.77, 747.98),
-    ("deepseek-v3-671b-unfused", 128): (1.65, 9.93, 41.89, 1318.93),
-    ("deepseek-v3-671b-fused", 1): (0.01, 0.11, 1.24, 26.82),
-    ("deepseek-v3-671b-fused", 32): (0.70, 9.63, 110.30, 1026.40),
-    ("deepseek-v3-671b-fused", 128): (1.65, 37.77, 190.39, 2803.87),
-    ("gpt-oss-120b", 1): (0.01, 0.05, 5.68, 17.33),
-    ("gpt-oss-120b", 32): (0.23, 1.34, 87.24, 1762.73),
-    ("gpt-oss-120b", 128): (1.34, 5.82, 110.67, 2000.22),
-    ("qwen3-235b-a22b-fused", 1): (0.02, 0.15, 0.15, 1.16),
-    ("qwen3-235b-a22b-fused", 32): (0.15, 5.19, 29.37, 223.14),
-    ("qwen3-235b-a22b-fused", 128): (1.17, 29.37, 29.71, 1192.54),
-    ("kimi-k2-1t-unfused", 1): (0.00, 0.00, 0.02, 3.73),
-    ("kimi-k2-1t-unfused", 32): (0.07, 0.39, 2.33, 246.46),
-    ("kimi-k2-1t-unfused", 128): (0.18, 0.91, 10.37, 499.69),
+    ("llama3-70b", 1): ((0.36, 1.19, 2.87, 36.26), (0.06, 0.00, 0.02, 12.48)),
+    ("llama3-70b", 32): ((9.53, 9.58, 116.11, 2038.24), (1.92, 5.77, 100.89, 1277.30)),
+    ("llama3-70b", 128): ((9.58, 116.11, 755.30, 8452.96), (5.77, 100.89, 450.92, 5409.20)),
+    ("deepseek-v3-671b-unfused", 1): ((0.01, 0.11, 1.24, 26.82), (0.00, 0.02, 0.04, 1.00)),
+    ("deepseek-v3-671b-unfused", 32): ((0.70, 3.83, 26.77, 747.98), (0.03, 0.19, 3.52, 38.81)),
+    ("deepseek-v3-671b-unfused", 128): ((1.65, 9.93, 41.89, 1318.93), (0.04, 3.09, 12.95, 211.63)),
+    ("deepseek-v3-671b-fused", 1): ((0.01, 0.11, 1.24, 26.82), (0.00, 0.02, 0.04, 1.00)),
+    ("deepseek-v3-671b-fused", 32): ((0.70, 9.63, 110.30, 1026.40), (0.03, 0.19, 5.12, 38.81)),
+    ("deepseek-v3-671b-fused", 128): ((1.65, 37.77, 190.39, 2803.87), (0.04, 5.12, 12.95, 211.63)),
+    ("gpt-oss-120b", 1): ((0.01, 0.05, 5.68, 17.33), (0.01, 0.05, 0.05, 2.26)),
+    ("gpt-oss-120b", 32): ((0.23, 1.34, 87.24, 1762.73), (0.05, 0.61, 4.14, 59.29)),
+    ("gpt-oss-120b", 128): ((1.34, 5.82, 110.67, 2000.22), (0.61, 5.82, 22.52, 304.53)),
+    ("qwen3-235b-a22b-fused", 1): ((0.02, 0.15, 0.15, 1.16), (0.02, 0.15, 0.15, 1.16)),
+    ("qwen3-235b-a22b-fused", 32): ((0.15, 5.19, 29.37, 223.14), (0.15, 0.33, 7.90, 48.72)),
+    ("qwen3-235b-a22b-fused", 128): ((1.17, 29.37, 29.71, 1192.54), (1.17, 7.90, 18.98, 414.39)),
+    ("kimi-k2-1t-unfused", 1): ((0.00, 0.00, 0.02, 3.73), (0.00, 0.00, 0.02, 0.50)),
+    ("kimi-k2-1t-unfused", 32): ((0.07, 0.39, 2.33, 246.46), (0.02, 0.02, 0.79, 14.32)),
+    ("kimi-k2-1t-unfused", 128): ((0.18, 0.91, 10.37, 499.69), (0.02, 0.20, 7.50, 90.52)),
 }
 
-# Padding in % of one layer, the most over LAYER_WORLDS: (model, rows per block) -> %.
+# The same of one layer, the most over LAYER_WORLDS.
 LAYER_WORLDS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 768, 1024)
 FEED_FORWARD = {
-    ("gpt-oss-120b", 1): 0.091,
-    ("gpt-oss-120b", 16): 2.799,
-    ("gpt-oss-120b", 128): 17.485,
-    ("deepseek-v3-671b-unfused", 1): 0.016,
-    ("deepseek-v3-671b-unfused", 16): 0.272,
-    ("deepseek-v3-671b-unfused", 32): 0.381,
-    ("deepseek-v3-671b-unfused", 128): 2.641,
-    ("deepseek-v3-671b-fused", 128): 14.304,
+    ("gpt-oss-120b", 1): (0.091, 0.091),
+    ("gpt-oss-120b", 16): (2.799, 0.734),
+    ("gpt-oss-120b", 128): (17.485, 5.736),
+    ("deepseek-v3-671b-unfused", 1): (0.016, 0.016),
+    ("deepseek-v3-671b-unfused", 16): (0.272, 0.272),
+    ("deepseek-v3-671b-unfused", 32): (0.381, 0.381),
+    ("deepseek-v3-671b-unfused", 128): (2.641, 1.950),
+    ("deepseek-v3-671b-fused", 128): (14.304, 8.473),
 }
 ELEMENT_WISE = 0.026  # % of one layer, every model, up to 10240 ranks
 
@@ -74,12 +77,20 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A planned unit: shard size reached, lower bound of the search, seconds of CPU it took."""
+class Cell:
+    """Padding in % of one buffer, of lanes, and of the default; its lanes; ms of CPU."""
 
-    shard_numel: int
-    bound: int
-    seconds: float
+    single: float
+    lanes: float
+    default: float
+    count: int
+    single_ms: float
+    default_ms: float
+
+    @staticmethod
+    def most(cells: "list[Cell]") -> "Cell":
+        """Return the most of each value."""
+        return Cell(*(max(getattr(cell, name) for cell in cells) for name in Cell.__slots__))
 
 
 def models() -> list[str]:
@@ -120,69 +131,90 @@ def requests(unit: Unit, rows: int, *, only: str = "") -> list[Request]:
     return result
 
 
-def outcome(tensors: list[Request], world_size: int) -> Outcome:
-    """Plan from scratch, timed, and check that the public, cached and validated plan agrees."""
-    sizes = [(tensor.numel, min(tensor.block, tensor.numel)) for tensor in tensors]
+def shards(tensors: list[Request], world_size: int) -> tuple[int, LanePlan, LanePlan, Cell]:
+    """Return the shard size of one buffer, the plan of least padding, the default, and times."""
+    forget()
     start = time.process_time()
-    _, shard = search_layout(sizes, world_size, ALIGN)
-    seconds = time.process_time() - start
-    if plan(tensors, world_size, align=ALIGN).shard_numel != shard:
-        raise RuntimeError("plan() and search_layout() disagree; one of them is not deterministic.")
-    return Outcome(shard, lower_bound(Group.of(sizes, world_size, ALIGN)), seconds)
+    single = plan(tensors, world_size, align=ALIGN)
+    single_ms = 1000 * (time.process_time() - start)
+    default = plan_lanes(tensors, world_size, align=ALIGN)
+    default_ms = 1000 * (time.process_time() - start)
+    least = plan_lanes(tensors, world_size, align=ALIGN, lane_nbytes=0)
+    times = Cell(0.0, 0.0, 0.0, len(default.lanes), single_ms, default_ms)
+    return single.shard_numel, least, default, times
 
 
-def whole_model(model: str, rows: int, world_size: int) -> tuple[float, float, float]:
-    """Return padding and its lower bound in % of the model, and the slowest unit's seconds."""
-    numel = reached = bound = 0
-    slowest = 0.0
+def forget() -> None:
+    """Empty the planner's caches, so that what follows is timed from scratch."""
+    planner._layout.cache_clear()
+    lanes._divide.cache_clear()
+
+
+def whole_model(model: str, rows: int, world_size: int) -> Cell:
+    """Return the padding in % of the model, and the most lanes and time of a unit."""
+    numel = 0
+    totals, times = [0, 0, 0], []
     for unit in units(model):
         tensors = requests(unit, rows)
-        found = outcome(tensors, world_size)
+        single, least, default, cell = shards(tensors, world_size)
         numel += unit.count * sum(tensor.numel for tensor in tensors)
-        reached += unit.count * world_size * found.shard_numel
-        bound += unit.count * world_size * found.bound
-        slowest = max(slowest, found.seconds)
-    return 100 * (reached / numel - 1), 100 * (bound / numel - 1), slowest
+        for at, shard in enumerate((single, least.shard_numel, default.shard_numel)):
+            totals[at] += unit.count * world_size * shard
+        times.append(cell)
+    slowest = Cell.most(times)
+    paddings = (100 * (total / numel - 1) for total in totals)
+    return Cell(*paddings, slowest.count, slowest.single_ms, slowest.default_ms)
 
 
 def one_layer(
     model: str, rows: int, worlds: tuple[int, ...], *, only: str = "mlp", layer: str = "layer"
-) -> tuple[float, float, float]:
-    """Return the largest padding over ``worlds`` in % of a layer, its bound, most seconds."""
+) -> Cell:
+    """Return the most padding over ``worlds`` in % of a layer, and the most lanes and time."""
     tensors = requests(next(u for u in units(model) if u.name == layer), rows, only=only)
     numel = sum(tensor.numel for tensor in tensors)
-    worst = bound = slowest = 0.0
+    cells = []
     for world_size in worlds:
-        found = outcome(tensors, world_size)
-        padding = 100 * (world_size * found.shard_numel / numel - 1)
-        if padding > worst:
-            worst, bound = padding, 100 * (world_size * found.bound / numel - 1)
-        slowest = max(slowest, found.seconds)
-    return worst, bound, slowest
+        single, least, default, cell = shards(tensors, world_size)
+        paddings = (
+            100 * (world_size * shard / numel - 1)
+            for shard in (single, least.shard_numel, default.shard_numel)
+        )
+        cells.append(Cell(*paddings, cell.count, cell.single_ms, cell.default_ms))
+    return Cell.most(cells)
 
 
 class Report:
-    """Prints rows as they are reached, and counts the targets missed."""
+    """Prints rows as they are reached, and counts the targets met and missed."""
 
     def __init__(self) -> None:
-        self.missed, self.slowest = 0, 0.0
+        self.met, self.missed, self.cells = 0, [], []
 
     def title(self, text: str) -> None:
         """Print a title and the columns' names."""
-        print(f"\n{text}\n{'':<34}{'reached':>10}{'target':>10}{'bound':>10}{'CPU ms':>8}")
+        print(f"\n{text}\n{'':<34}{'one buffer':>10}{'target':>10}{'':3}{'lanes':>9}{'target':>10}")
+        print(f"{'':76}{'default':>10} (lanes){'ms':>7}{'ms':>7}")
 
-    def row(
-        self, name: str, cells: tuple[float, float, float], target: float, *, digits: int
-    ) -> None:
+    def row(self, name: str, cell: Cell, targets: tuple[float, float], *, digits: int) -> None:
         """Print one comparison; targets are rounded to so many ``digits``."""
-        reached, bound, seconds = cells
-        missed = round(reached, digits) > target
-        self.missed += missed
-        self.slowest = max(self.slowest, seconds)
-        print(
-            f"{name:<34}{reached:>10.3f}{target:>10.{digits}f}{bound:>10.3f}{1000 * seconds:>8.1f}"
-            + ("  MISSED" if missed else "")
-        )
+        self.cells.append(cell)
+        text = f"{name:<34}"
+        for kind, reached, target in zip(
+            ("one buffer", "lanes"), (cell.single, cell.lanes), targets, strict=True
+        ):
+            met = round(reached, digits) <= target
+            self.met += met
+            self.missed += [] if met else [f"{name}, {kind}"]
+            text += f"{reached:>10.3f}{target:>10.{digits}f} {'+' if met else 'MISSED'} "
+        text += f"{cell.default:>19.3f} ({cell.count})    "
+        print(text + f"{cell.single_ms:>7.1f}{cell.default_ms:>7.1f}")
+
+    def summary(self) -> None:
+        """Print what was met and missed, and the times."""
+        print(f"\n{self.met} targets met, {len(self.missed)} missed: {self.missed}")
+        for name, limit in (("single_ms", SINGLE_MS), ("default_ms", LANES_MS)):
+            times = sorted(getattr(cell, name) for cell in self.cells)
+            over = sum(value > limit for value in times)
+            print(f"{name}: slowest {times[-1]:.0f}; {over} of {len(times)} rows over {limit}")
 
 
 def main() -> int:
@@ -193,22 +225,21 @@ def main() -> int:
     report = Report()
     report.title("Whole model, padding in %, blocks on every matrix (rows @ ranks)")
     for (model, rows), targets in WHOLE_MODEL.items():
-        for world_size, target in zip(WORLDS, targets, strict=True):
+        for world_size, *pair in zip(WORLDS, *targets, strict=True):
             if model.startswith(prefixes):
-                cells = whole_model(model, rows, world_size)
-                report.row(f"{model} {rows} @ {world_size}", cells, target, digits=2)
+                cell = whole_model(model, rows, world_size)
+                report.row(f"{model} {rows} @ {world_size}", cell, tuple(pair), digits=2)
     report.title(f"One layer, most padding in % over {len(LAYER_WORLDS)} sizes, expert blocks only")
-    for (model, rows), target in FEED_FORWARD.items():
+    for (model, rows), pair in FEED_FORWARD.items():
         if model.startswith(prefixes):
-            cells = one_layer(model, rows, LAYER_WORLDS)
-            report.row(f"{model} {rows}", cells, target, digits=3)
+            report.row(f"{model} {rows}", one_layer(model, rows, LAYER_WORLDS), pair, digits=3)
     report.title("One layer, most padding in % up to 10240 ranks, cut at any element")
     for model in models():
         if model.startswith(prefixes):
-            cells = one_layer(model, 0, (*LAYER_WORLDS, 10240))
-            report.row(model, cells, ELEMENT_WISE, digits=3)
-    print(f"\n{report.missed} targets missed; slowest unit {1000 * report.slowest:.0f} CPU ms")
-    return int(report.missed > 0)
+            cell = one_layer(model, 0, (*LAYER_WORLDS, 10240))
+            report.row(model, cell, (ELEMENT_WISE, ELEMENT_WISE), digits=3)
+    report.summary()
+    return int(bool(report.missed))
 
 
 if __name__ == "__main__":
