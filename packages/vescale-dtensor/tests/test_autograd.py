@@ -6,8 +6,9 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from testing.ranks import DEVICE
-from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
+from vescale.dtensor import DTensor, RaggedShard, distribute_tensor, redistribute_many
 from vescale.dtensor.debug import CommDebugMode
+from vescale.dtensor.tensor import make_ragged, ragged_spec
 
 UNITS = {1: (4,), 2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
 
@@ -157,6 +158,32 @@ def check_second_order(rank, world_size):
     torch.testing.assert_close(second.full_tensor(), 36 * whole**3)
 
 
+def check_units_that_differ(rank, world_size):
+    """A library may cut by other units on other ranks of the other axis; moves back keep them."""
+    mesh, whole = init_device_mesh(DEVICE, (2, 2)), numbers(5, 4)
+    units = (1, 2) if mesh.get_local_rank(1) == 0 else (1, 1)
+    spec = ragged_spec(mesh, [RaggedShard((0,), units), Shard(0)], (5, 4), whole.dtype)
+    part = distribute_tensor(whole, mesh, [Replicate(), Shard(0)]).redistribute(
+        placements=[RaggedShard((), (1, 0)), Shard(0)]
+    )
+    gathered = part.redistribute(placements=[Replicate(), Shard(0)]).to_local().reshape(-1)
+    (start, end) = spec.placements[0].split((sum(units), 4), mesh.get_local_rank(0))
+    for move in (
+        lambda x: x.redistribute(placements=[Replicate(), Shard(0)]),
+        lambda x: redistribute_many([x, x * 1], [Replicate(), Replicate()])[0],
+        lambda x: x.redistribute(placements=[RaggedShard((0, 1), (1, 4)), Shard(1)]),
+        lambda x: x.to_local(),
+    ):
+        x = make_ragged(gathered[start:end].clone(), spec).requires_grad_()
+        y = move(x)
+        if isinstance(y, DTensor):
+            y = y.full_tensor()
+            assert torch.equal(y, whole)
+        (y * y).sum().backward()
+        assert x.grad.placements == spec.placements
+        torch.testing.assert_close(x.grad.to_local(), 2 * gathered[start:end])
+
+
 def check_dtypes(rank, world_size):
     mesh, whole, units = init_device_mesh(DEVICE, (world_size,)), numbers(8, 6), UNITS[world_size]
     x = distribute_tensor(whole, mesh, [RaggedShard((0,), units)]).requires_grad_()
@@ -183,6 +210,8 @@ def check_autograd(rank, world_size):
     check_operators(rank, world_size)
     check_second_order(rank, world_size)
     check_dtypes(rank, world_size)
+    if world_size == 4:
+        check_units_that_differ(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -46,7 +46,7 @@ CUT, OTHER, OWNER = (
     RaggedShard((0,), (2, 2, 2, 2)),
     RaggedShard((), (0, 1, 0, 0)),
 )
-HALF = RaggedShard((0,), (1, 3))
+HALF, EVEN = RaggedShard((0,), (1, 3)), RaggedShard((0,), (1, 1))
 
 
 @dataclass
@@ -152,6 +152,12 @@ MAKING = {
     "Partial beside ragged": (NotImplementedError, "P(sum) use Replicate", lambda i: spread(i, HALF, P, mesh=i.square)),
     "more dims than the tensor": (ValueError, "(0, 1, 2) (8, 6) at most 2", lambda i: spread(i, RaggedShard((0, 1, 2), UNITS))),
     "distribute a DTensor": (ValueError, "RaggedShard redistribute()", lambda i: spread(i, CUT, whole=i.x)),
+    "distribute a DTensor plainly": (ValueError, "RaggedShard redistribute_many([x], redistribute()", lambda i: spread(i, S, whole=i.x)),
+    "placements for the mesh": (TypeError, "RaggedShard before placements=[...]", lambda i: distribute_tensor(i.whole, [CUT])),
+    "units do not fit where the shard is short": (ValueError, "2 units leave (3, 4) of (5, 4) on some ranks: 3 rows", lambda i: spread(i, EVEN, S, whole=torch.ones(5, 4, device=DEVICE), mesh=i.square)),
+    "a factory, short shards": (ValueError, "2 units leave (3, 4) of (5, 4) on some ranks", lambda i: zeros(5, 4, device_mesh=i.square, placements=[EVEN, S])),
+    "a random factory, short shards": (ValueError, "2 units leave (3, 4) of (5, 4) on some ranks", lambda i: rand(5, 4, device_mesh=i.square, placements=[EVEN, S])),
+    "units that divide the whole only": (ValueError, "4 units leave (6, 8) of (12, 8) on some ranks: 6 rows", lambda i: zeros(12, 8, device_mesh=i.square, placements=[HALF, S])),
     "distribute a result": (ValueError, "leaf from_local", lambda i: spread(i, CUT, whole=i.whole.clone().requires_grad_() * 2)),
     "distribute a list": (TypeError, "list torch.tensor", lambda i: spread(i, CUT, whole=[1.0, 2.0])),
     "a word for a mesh": (TypeError, "'cpu' init_device_mesh", lambda i: distribute_tensor(i.whole, "cpu", [CUT])),
@@ -159,7 +165,8 @@ MAKING = {
     "a source beyond the mesh": (ValueError, "src_data_rank=9 4", lambda i: spread(i, CUT, src_data_rank=9)),
     "a source beyond another axis": (ValueError, "src_data_rank=3 2", lambda i: spread(i, HALF, R, mesh=i.square, src_data_rank=3)),
     "a source that is no int": (TypeError, "src_data_rank='0' int", lambda i: spread(i, CUT, src_data_rank="0")),
-    "from_local cannot know the shape": (ValueError, "global shape shape=", lambda i: wrap(i, OWNER)),
+    "from_local of a flat part": (ValueError, "flat elements shape=x.shape", lambda i: wrap(i, CUT)),
+    "from_local cannot know the shape": (ValueError, "global shape shape=", lambda i: wrap(i, OWNER, local=i.whole)),
     "from_local of a wrong length": (ValueError, "(5,) 5 elements (8, 6) block of shape", lambda i: wrap(i, CUT, local=torch.ones(5, device=DEVICE), shape=(8, 6))),
     "from_local of a DTensor": (TypeError, "DTensor to_local()", lambda i: wrap(i, CUT, local=i.x, shape=(8, 6))),
     "from_local of a list": (TypeError, "list torch.tensor", lambda i: wrap(i, CUT, local=[1.0], shape=(8, 6))),
@@ -178,6 +185,12 @@ MAKING = {
 }  # fmt: skip
 MOVING = {
     "no placements": (ValueError, "placements per mesh axis", lambda i: i.x.redistribute()),
+    "placements for the mesh, moving": (TypeError, "Replicate before placements=[...]", lambda i: i.x.redistribute([R])),
+    "a placement for the mesh": (TypeError, "Replicate before placements=[...]", lambda i: i.x.redistribute(R)),
+    "short shards": (ValueError, "2 units leave (3, 4) of (5, 4) on some ranks", lambda i: zeros(5, 4, device_mesh=i.square, placements=[R, S]).redistribute(placements=[EVEN, S])),
+    "many, short shards": (ValueError, "2 units leave (3, 4) of (5, 4) on some ranks", lambda i: redistribute_many([zeros(5, 4, device_mesh=i.square, placements=[R, S])], [EVEN, S])),
+    "many, one tensor": (TypeError, "list redistribute_many([x]", lambda i: redistribute_many(i.x, [R])),
+    "many, one placement": (TypeError, "Replicate list", lambda i: redistribute_many([i.x], R)),
     "another mesh": (NotImplementedError, "another mesh full_tensor()", lambda i: i.x.redistribute(i.square, [R, R])),
     "the same ranks in another order": (NotImplementedError, "another mesh full_tensor()", lambda i: i.x.redistribute(i.turned, [R])),
     "too many placements": (ValueError, "2 placements 1 axes one per axis", lambda i: i.x.redistribute(placements=[R, R])),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vescale.dtensor.layout import (
     boxes_of_range,
+    chunk_lengths,
     chunk_numels,
     contiguous_stride,
     exchange_counts,
@@ -151,6 +152,7 @@ def test_chunk_numels_is_torch_chunk(length, world_size, row_numel):
     chunks = [len(c) for c in torch.arange(length).chunk(world_size)] if length else []
     chunks += [0] * (world_size - len(chunks))
     assert chunk_numels(length, world_size, row_numel) == tuple(n * row_numel for n in chunks)
+    assert chunk_lengths(length, world_size) == set(chunks)
 
 
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 4), st.integers(1, 3))

@@ -97,6 +97,9 @@ def test_mistakes_are_found_when_the_spec_is_made(fake_group):
     with pytest.raises(ValueError, match="row-major"):
         spec(line, [RaggedShard((0,), (1, 1, 1, 1))], stride=(1, 8))
     strided = torch.distributed.tensor.placement_types._StridedShard(0, split_factor=2)
+    with pytest.raises(ValueError, match=r"leave \(3, 4\) of \(5, 4\) on this rank: 3 rows"):
+        spec(square, [RaggedShard((0,), (1, 1)), Shard(0)], (5, 4))
+    assert layout_of(spec(square, [RaggedShard((0,), (1, 2)), Shard(0)], (5, 4))).numel == 4
     with pytest.raises(NotImplementedError, match="cannot be combined"):
         spec(square, [RaggedShard((0,), (1, 1)), strided])
 

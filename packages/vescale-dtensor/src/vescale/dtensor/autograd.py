@@ -60,8 +60,7 @@ class Redistribute(torch.autograd.Function):
         placements = gradient_placements(ctx.spec.placements)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
-        if grad.placements != placements:
-            grad = grad.redistribute(placements=placements)
+        grad = _moved_back(grad, placements)
         return grad.to(ctx.dtype), None, None, None, None
 
 
@@ -106,8 +105,7 @@ class FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         grad = _ours(grad, ctx.cls)
-        if grad.placements != ctx.placements:
-            grad = grad.redistribute(placements=ctx.placements)
+        grad = _moved_back(grad, ctx.placements)
         return grad.to_local().reshape(ctx.shape), None, None, None, None
 
 
@@ -150,6 +148,15 @@ class AsTorch(torch.autograd.Function):
         return None if grad is None else _ours(grad, ctx.cls)
 
 
+def _moved_back(grad: TorchDTensor, placements: tuple[Placement, ...]) -> TorchDTensor:
+    """Return ``grad`` in placements that a tensor has already: they need no check on every rank."""
+    if grad.placements == placements:
+        return grad
+    if ragged_axis(placements) is None:
+        return grad.redistribute(placements=placements)
+    return Redistribute.apply(grad, placements, None, None, False)
+
+
 def _ours(grad: TorchDTensor, cls: type) -> TorchDTensor:
     return FromTorch.apply(grad, cls) if type(grad) is TorchDTensor else grad
 
@@ -190,6 +197,11 @@ def derive_shape(
     """Return the global shape, if every rank can tell it alike from its ``local`` part."""
     axis = ragged_axis(placements)
     ragged = placements[axis]
+    if local.ndim == 1:
+        raise ValueError(
+            f"from_local got a flat part, {local.numel()} elements, which fits tensors of many "
+            "shapes; pass shape=, such as shape=x.shape, or the part as rows, [rows, *shape[k:]]."
+        )
     plain = all(p.is_replicate() or p.is_partial() for p in placements if p is not ragged)
     some_empty = not all(units for units, _ in ragged.runs)
     if not plain or ragged.dims != (0,) or some_empty or local.ndim == 0:

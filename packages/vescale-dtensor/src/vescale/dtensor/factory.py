@@ -12,7 +12,13 @@ from torch.distributed.tensor import empty as torch_empty
 from vescale.dtensor import comm
 from vescale.dtensor._torch_compat import TorchDTensor, current_mesh
 from vescale.dtensor.layout import chunk_numels
-from vescale.dtensor.spec import layout_of, normalize_placements, ragged_axis, ragged_spec
+from vescale.dtensor.spec import (
+    check_fits_every_rank,
+    layout_of,
+    normalize_placements,
+    ragged_axis,
+    ragged_spec,
+)
 from vescale.dtensor.tensor import DTensor, adopt, make_ragged
 
 
@@ -41,19 +47,20 @@ def distribute_tensor(
     placements = normalize_placements(placements, mesh, tensor.ndim)
     _check_source(src_data_rank, mesh)
     if ragged_axis(placements) is None:
+        if isinstance(tensor, TorchDTensor) and ragged_axis(tensor.placements) is not None:
+            raise _use_redistribute(tensor, placements)
         if isinstance(tensor, DTensor):
             tensor = tensor.as_torch()
         return adopt(torch_distribute_tensor(tensor, mesh, placements, src_data_rank=src_data_rank))
     if isinstance(tensor, TorchDTensor):
-        raise ValueError(
-            f"distribute_tensor got a DTensor of {tensor.placements}; use redistribute() to move "
-            f"it to {placements}."
-        )
+        raise _use_redistribute(tensor, placements)
     if not tensor.is_leaf:
         raise ValueError(
             "distribute_tensor takes leaf tensors and does not record a gradient; use "
             "DTensor.from_local and redistribute() inside a graph."
         )
+    if src_data_rank is not None:  # else no other rank waits for this one
+        check_fits_every_rank(mesh, placements, tensor.shape)
     spec = ragged_spec(mesh, placements, tensor.shape, tensor.dtype)
     layout, whole = layout_of(spec), tensor.detach()
     if not whole.is_meta and whole.device.type != mesh.device_type:
@@ -71,6 +78,14 @@ def distribute_tensor(
             group = mesh.get_group(layout.axis)
             local = comm.scatter(flat, layout.split_numels, src_data_rank, group)
     return make_ragged(local, spec, tensor.requires_grad)
+
+
+def _use_redistribute(x: TorchDTensor, placements: Sequence[Placement]) -> ValueError:
+    return ValueError(
+        f"distribute_tensor takes a whole tensor, but got a DTensor of {x.placements}; use "
+        f"redistribute_many([x], placements), or redistribute() of our class, to move it to "
+        f"{placements}."
+    )
 
 
 def _check_source(source: int | None, mesh: DeviceMesh) -> None:
@@ -189,5 +204,6 @@ def _read(size: tuple, options: dict) -> tuple:
         raise ValueError(f"got size {tuple(shape)}, but no length of a shape may be negative.")
     mesh = options.get("device_mesh") or current_mesh()
     placements = normalize_placements(options.get("placements"), mesh, len(shape))
+    check_fits_every_rank(mesh, placements, shape)
     dtype = options.get("dtype") or torch.get_default_dtype()
     return shape, mesh, placements, dtype, options.get("requires_grad", False)

@@ -201,6 +201,14 @@ def chunk_numels(length: int, world_size: int, row_numel: int = 1) -> tuple[int,
     )
 
 
+def chunk_lengths(length: int, world_size: int) -> set[int]:
+    """Return the lengths that occur among ``chunk_numels(length, world_size)``: at most three."""
+    step = -(-length // world_size)
+    whole, rest = divmod(length, step) if step else (0, 0)
+    empty = whole + (rest > 0) < world_size
+    return ({step} if whole else set()) | ({rest} if rest else set()) | ({0} if empty else set())
+
+
 def sharded_block(shape: Shape, cuts: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape]:
     """Return (shape, offset) of the block that ``cuts`` leave of a tensor of ``shape``.
 

@@ -18,7 +18,13 @@ from vescale.dtensor.redistribute import (
     gradient_placements,
     waiting,
 )
-from vescale.dtensor.spec import check_is_ours, make_spec, normalize_placements, ragged_axis
+from vescale.dtensor.spec import (
+    check_fits_every_rank,
+    check_is_ours,
+    make_spec,
+    normalize_placements,
+    ragged_axis,
+)
 from vescale.dtensor.tensor import DTensor
 from vescale.dtensor.waiting import settled
 
@@ -53,6 +59,11 @@ def redistribute_many(
     wrong arguments, NotImplementedError for another mesh or, with ``async_op=True``, a move of
     several steps: all before any collective.
     """
+    if isinstance(dtensors, torch.Tensor):
+        raise TypeError(
+            "redistribute_many takes a list of DTensors, got one tensor; write "
+            "redistribute_many([x], placements), or x.redistribute(placements=placements)."
+        )
     sources = [_as_ours(x) for x in dtensors]
     targets = _targets(sources, placements, mesh)
     if bucket_bytes <= 0:
@@ -60,6 +71,8 @@ def redistribute_many(
     if not sources:
         return []
     for x, target in zip(sources, targets, strict=True):
+        if target != x._spec.placements:  # those it has may differ between ranks
+            check_fits_every_rank(x._spec.mesh, target, x.shape)
         _check(x, target, async_op)
     return list(_RedistributeMany.apply(targets, bucket_bytes, async_op, *sources))
 
@@ -75,11 +88,9 @@ class _RedistributeMany(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         used = [index for index, grad in enumerate(grads) if grad is not None]
-        moved = redistribute_many(
-            [grads[index] for index in used],
-            [ctx.placements[index] for index in used],
-            bucket_bytes=ctx.bucket_bytes,
-        )
+        targets = [ctx.placements[index] for index in used]
+        sources = [_as_ours(grads[index]) for index in used]
+        moved = _RedistributeMany.apply(targets, ctx.bucket_bytes, False, *sources) if used else ()
         back = dict(zip(used, moved, strict=True))
         return None, None, None, *(back.get(index) for index in range(len(grads)))
 
@@ -102,8 +113,14 @@ def _move_all(
         local = waiting(finish, x._local_tensor, target_spec) if async_op else finish()
         out[index] = wrap(DTensor, local, target_spec, requires_grad=x.requires_grad)
     for index in alone:
-        out[index] = xs[index].redistribute(placements=targets[index], async_op=async_op)
+        out[index] = _move_alone(xs[index], targets[index], async_op)
     return out
+
+
+def _move_alone(x: DTensor, target: tuple[Placement, ...], async_op: bool) -> DTensor:
+    if ragged_axis(target) is None:
+        return x.redistribute(placements=target, async_op=async_op)
+    return autograd.Redistribute.apply(x, target, None, None, async_op)
 
 
 def _bucket_move(x: DTensor, target_spec: DTensorSpec) -> Move | None:
@@ -156,6 +173,11 @@ def _check(x: DTensor, target: tuple[Placement, ...], async_op: bool) -> None:
 
 
 def _targets(sources: Sequence[DTensor], placements: Sequence, mesh: DeviceMesh | None) -> Targets:
+    if isinstance(placements, Placement):
+        raise TypeError(
+            f"redistribute_many got placements={placements!r}; give a list with one placement per "
+            "mesh axis, or a list of such lists, one for each tensor."
+        )
     placements = list(placements)
     if all(isinstance(placement, Placement) for placement in placements):
         placements = [placements] * len(sources)

@@ -2,6 +2,8 @@
 """torch's DTensorSpec for ragged placements, and the layout that it implies on this rank."""
 
 import copy
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,12 +16,20 @@ from vescale.dtensor._torch_compat import (
     TorchDTensor,
     spec_with_meta,
 )
-from vescale.dtensor.layout import Layout, contiguous_stride, make_layout, sharded_block
+from vescale.dtensor.layout import (
+    Layout,
+    chunk_lengths,
+    contiguous_stride,
+    make_layout,
+    sharded_block,
+)
 from vescale.dtensor.placement import RaggedShard
+from vescale.dtensor.runs import total
 
 __all__ = [
     "base_block",
     "base_placements",
+    "check_fits_every_rank",
     "check_is_ours",
     "layout_of",
     "local_shape",
@@ -127,6 +137,39 @@ def ragged_axis(placements: Sequence[Placement]) -> int | None:
     return axes[0] if axes else None
 
 
+def check_fits_every_rank(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> None:
+    """Raise ValueError, on all ranks, when a ragged cut does not fit what some rank has left.
+
+    ``ragged_spec`` looks at this rank alone: the units of a library may differ between ranks.
+    """
+    ragged = ragged_axis(placements)
+    if ragged is None:
+        return
+    lengths = [{length} for length in shape]
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            lengths[placement.dim] = set().union(
+                *(chunk_lengths(length, mesh.size(axis)) for length in lengths[placement.dim])
+            )
+    # Dims are sharded by axes of their own, so every combination is some rank's.
+    for left in itertools.product(*(sorted(some, reverse=True) for some in lengths)):
+        _check_rows(placements[ragged], left, tuple(shape), "some ranks")
+
+
+def _check_rows(
+    ragged: RaggedShard, left: tuple[int, ...], shape: tuple[int, ...], where: str
+) -> None:
+    rows, units = math.prod(left[: len(ragged.dims)]), total(ragged.runs)
+    if left != shape and ragged.owner is None and rows % units:
+        raise ValueError(
+            f"{ragged} has {units} units in total, but the other placements leave {left} of "
+            f"{shape} on {where}: {rows} rows over dims {ragged.dims}, which is not a multiple; "
+            "choose units whose sum divides the rows on every rank, or cut more dims."
+        )
+
+
 def check_is_ours(x: TorchDTensor) -> None:
     """Raise NotImplementedError when ``x`` is ragged and of torch's own class.
 
@@ -161,6 +204,11 @@ def normalize_placements(
     None means Replicate everywhere. Raises ValueError on a wrong count or dim, TypeError on
     something that is not a placement.
     """
+    if isinstance(mesh, Placement | list | tuple):
+        raise TypeError(
+            f"expected a DeviceMesh, got {mesh!r}; the mesh comes before the placements, so pass "
+            "those as placements=[...]."
+        )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"expected a DeviceMesh, got {mesh!r}; make one with init_device_mesh('cpu', (4,))."
@@ -215,9 +263,10 @@ def _layout(mesh: DeviceMesh, placements: tuple, shape: Sequence[int]) -> Layout
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this process is not in the mesh: it holds nothing
         return Layout(ragged, axis, shape, offset, 0, 0)
-    shape, offset = base_block(shape, placements, mesh.shape, coordinate)
+    left, offset = base_block(shape, placements, mesh.shape, coordinate)
+    _check_rows(ragged, left, shape, "this rank")
     pending = any(placement.is_partial() for placement in base)
-    return make_layout(ragged, axis, shape, offset, coordinate[axis], pending)
+    return make_layout(ragged, axis, left, offset, coordinate[axis], pending)
 
 
 def local_shape(spec: DTensorSpec) -> tuple[int, ...]:

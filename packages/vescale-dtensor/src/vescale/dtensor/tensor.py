@@ -23,6 +23,7 @@ from vescale.dtensor._torch_compat import (
 )
 from vescale.dtensor.ops import dispatch
 from vescale.dtensor.spec import (
+    check_fits_every_rank,
     check_is_ours,
     layout_of,
     normalize_placements,
@@ -108,9 +109,9 @@ class DTensor(TorchDTensor):
 
         For a ragged placement the part is flat, or a block ``[rows, *shape[k:]]``; the result is
         a view of it where it is contiguous. ``shape`` is the global shape. It may be left out
-        when every rank alike can derive it: the placement cuts dim 0 only, no unit is zero, and
-        the other axes replicate. ``run_check=True`` copies rank 0's data over every axis that
-        replicates.
+        when every rank alike can derive it: the part is a block of two dims or more, the placement
+        cuts dim 0 only, no unit is zero, and the other axes replicate. ``run_check=True`` copies
+        rank 0's data over every axis that replicates.
 
         Raises ValueError when the part does not fit, or ``shape`` is needed.
         """
@@ -190,6 +191,8 @@ class DTensor(TorchDTensor):
         do not exist, before any collective.
         """
         mesh = self._spec.mesh
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            normalize_placements(None, device_mesh, self.ndim)  # raises
         if placements is None:
             raise ValueError("redistribute() needs placements, one per mesh axis.")
         if device_mesh is not None and device_mesh != mesh:
@@ -210,6 +213,8 @@ class DTensor(TorchDTensor):
                 backward_dtype=backward_dtype,
             )
             return autograd.FromTorch.apply(moved, type(self))
+        if target != self._spec.placements:  # those it has may differ between ranks
+            check_fits_every_rank(mesh, target, self.shape)
         return autograd.Redistribute.apply(self, target, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
