@@ -253,7 +253,8 @@ def check_bad_input(rank, world_size):
     raises(TypeError, "weight: the granularity function returned 7", granularity=lambda n, p: 7)
     raises(ValueError, "weight: .*at least 3 dims", granularity=BlockCut(3, 1))
     raises(TypeError, "reshard_after_forward='yes'", reshard_after_forward="yes")
-    raises(NotImplementedError, "smaller world", reshard_after_forward=2)
+    for ranks in (0, world_size + 1):
+        raises(ValueError, f"={ranks} is no divisor", reshard_after_forward=ranks)
     raises(TypeError, "mp_policy", mp_policy=torch.bfloat16)
     raises(ValueError, "param_dtype", mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8))
     raises(

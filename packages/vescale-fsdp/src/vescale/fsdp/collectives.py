@@ -4,6 +4,8 @@
 A ``Collectives`` is what a buffer asks; other ways of communicating are subclasses of it.
 """
 
+import copy
+
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,12 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+
+    def over(self, group: dist.ProcessGroup) -> "Collectives":
+        """Return the same way of communicating between the ranks of another ``group``."""
+        other = copy.copy(self)
+        other.group = group
+        return other
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory [numel] of undefined contents for a buffer that travels."""

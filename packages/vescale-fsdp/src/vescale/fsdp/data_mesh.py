@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data-parallel mesh of one parameter group: which axis shards, and which one repeats."""
 
+import weakref
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
+
+# By the process group that they are part of, and their number of ranks. Weak: a process group that
+# is destroyed and made anew is another one, of the same name and ranks.
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,20 @@ class DataMesh:
     def ranks(self) -> int:
         """How many ranks a gradient is averaged over."""
         return self.shards * self.replicas
+
+    def subgroup(self, size: int) -> dist.ProcessGroup:
+        """Return the group of ``size`` neighbours on the sharding axis that this rank is one of.
+
+        ``size`` divides ``shards``. Made on first use, when all its ranks must call this, and
+        shared from then on.
+        """
+        whole = self.shard_group
+        known = _subgroups.setdefault(whole, {})
+        if size not in known:
+            first = whole.rank() // size * size
+            ranks = dist.get_process_group_ranks(whole)[first : first + size]
+            known[size] = dist.new_group(ranks, use_local_synchronization=True)
+        return known[size]
 
     def placements(self, cut: Placement) -> tuple[Placement, ...]:
         """Return the placements, one per axis of the mesh, of a parameter that is ``cut`` so."""

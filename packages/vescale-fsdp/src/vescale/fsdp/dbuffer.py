@@ -53,6 +53,7 @@ class DBuffer:
         self._full: torch.Tensor | None = None
         self._cuts: tuple[list[int], list[int]] | None = None
         self._gathering: tuple[dist.Work | None, int] | None = None
+        self._kept: tuple[torch.Tensor, Collectives] | None = None
 
     @property
     def full(self) -> torch.Tensor:
@@ -91,6 +92,27 @@ class DBuffer:
         """Give the full buffer's memory back. Views stay valid objects without contents."""
         if self._full is not None:
             self._full.untyped_storage().resize_(0)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether ``keep`` left a part of the full buffer to gather from."""
+        return self._kept is not None
+
+    def keep(self, group: dist.ProcessGroup) -> None:
+        """Give the full buffer's memory back but for this rank's part of it among ``group``.
+
+        ``group`` has K of the N ranks, which together keep everything: a copy of [N * S / K] each.
+        The next gather takes place between them, and ends it.
+        """
+        numel = self.full.numel() // group.size()
+        with torch.inference_mode(False), torch.no_grad():
+            part = self.full.narrow(0, group.rank() * numel, numel).clone()
+        self._kept = part, self.collectives.over(group)
+        self.free_full()
+
+    def drop_kept(self) -> None:
+        """Forget what ``keep`` left."""
+        self._kept = None
 
     def slot(self) -> torch.Tensor:
         """Return this rank's part of the full buffer: [S], a view."""
@@ -156,11 +178,15 @@ class DBuffer:
         """Launch the gather of all shards into the full buffer: one collective, no copy around it.
 
         The backend reads the shard and writes where the tensors are used. Where the dtypes differ,
-        the shard is cast once, straight into this rank's slot. Call ``wait_gather`` before use.
+        the shard is cast once, straight into this rank's slot. What ``keep`` left is gathered
+        instead, if anything. Call ``wait_gather`` before use.
         """
         full = self.allocate_full()
         version, work = full._version, None
-        if full.numel():
+        if full.numel() and self._kept is not None:
+            source, collectives = self._kept
+            work = collectives.all_gather(full, source)
+        elif full.numel():
             with torch.no_grad():
                 source = self.shard
                 if self.full_dtype != self.dtype or self.plan.world_size == 1:
@@ -177,6 +203,7 @@ class DBuffer:
         (work, version), self._gathering = self._gathering, None
         if work is not None:
             work.wait()
+        self._kept = None  # not before the gather has read it
         # The contents are what they were when autograd saved them: not a modification. Only now,
         # because gloo counts its writes from a thread of its own.
         set_version(self._full, version)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from vescale.dtensor import is_ragged_shard
 from vescale.dtensor.tensor import local_of
 from vescale.fsdp.agreement import agree_everywhere
-from vescale.fsdp.arguments import check_reshard
+from vescale.fsdp.arguments import check_reshard, reshard_over
 from vescale.fsdp.data_mesh import DataMesh, data_mesh_of
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
@@ -31,7 +31,7 @@ def fully_shard(
     module: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = None,
@@ -46,7 +46,9 @@ def fully_shard(
       shards. Default: all ranks of the default process group.
     - ``reshard_after_forward``: free the full parameters after forward and gather them again in
       backward (True), or keep them (False). None: True, but False for the root while gradients
-      are on.
+      are on. A number K that divides the ranks that shard: keep a copy cut over each K of them that
+      follow one another, say those of one host, to gather from in backward. The module has its
+      ordinary sharded parameters meanwhile.
     - ``mp_policy``: dtypes of computation, reduction and output, as in torch's FSDP2.
     - ``ignored_params``: parameters to leave as they are.
     - ``granularity``: how finely a parameter may be cut: ``Elements()``, ``Rows(n)``,
@@ -63,11 +65,12 @@ def fully_shard(
     different things.
     """
     _check_module(module)
-    check_reshard(reshard_after_forward, optional=True)
+    check_reshard(reshard_after_forward)
     check_policy(mp_policy)
     _check_ignored(ignored_params)
     mesh = _check_mesh(mesh, module)
     data = data_mesh_of(mesh)
+    reshard = reshard_over(reshard_after_forward, data.shards)
     device = _device(mesh)
     own = _own_params(module, ignored_params or set())
     meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
@@ -80,11 +83,13 @@ def fully_shard(
         found = _split(items)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
-    described = _describe(module, data, mp_policy, found)
+    described = _describe(module, data, mp_policy, reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)
     groups = [ParamGroup(items, items[0].data, device, mp_policy) for items in found]
     for group in groups:
         group.shard()
+        if isinstance(reshard, int) and not isinstance(reshard, bool):
+            group.data.subgroup(reshard)  # here, where all ranks are
     for (owner, index), slots in ties.items():
         owner.managed[index].slots.extend(slots)
         owner.managed[index].register(owner.managed[index].sharded)
@@ -92,7 +97,7 @@ def fully_shard(
         if owner not in borrowed:
             borrowed.append(owner)
     _move_buffers(module, device)
-    unit = Unit(module, groups, borrowed, mp_policy, reshard_after_forward)
+    unit = Unit(module, groups, borrowed, mp_policy, reshard)
     module.__dict__[UNIT] = unit
     module.__class__ = _wrapped_class(type(module))
     return module
@@ -291,11 +296,13 @@ def _describe(
     module: nn.Module,
     data: DataMesh,
     policy: MixedPrecisionPolicy,
+    reshard: bool | int | None,
     groups: list[list[Managed]],
 ) -> str:
     """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter."""
     lines = [
-        f"{type(module).__name__} over {data.replicas} x {data.shards} ranks with {policy}",
+        f"{type(module).__name__} over {data.replicas} x {data.shards} ranks with {policy} "
+        f"and reshard_after_forward={reshard}",
     ]
     for items in groups:
         for item in items:

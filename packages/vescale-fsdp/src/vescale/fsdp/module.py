@@ -70,6 +70,7 @@ class FSDPModule(GatherSettings, ReduceSettings):
         """Free this module's full parameters and put the sharded ones in place."""
         unit = unit_of(self)
         unit.reshard()
+        unit.drop_kept()
         unit.drop_unclaimed()
 
     def reset_iter_state(self) -> None:

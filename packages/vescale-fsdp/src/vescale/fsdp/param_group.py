@@ -221,7 +221,10 @@ class ParamGroup:
                 f"the unit {self.name!r} still has its parameters on the meta device; call "
                 "model.to_empty(device=...) and initialise them, or load a checkpoint, first."
             )
-        self._version = self._sharded_version()
+        version = self._sharded_version()
+        if version != self._version:
+            self.weights.drop_kept()
+        self._version = version
         with torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"):
             self.weights.all_gather()
         watch(self.weights.full, self.used_in_backward)
@@ -243,18 +246,24 @@ class ParamGroup:
                 item.gathered.requires_grad_(item.sharded.requires_grad)
             item.register(item.gathered)
 
-    def release(self, holder: int) -> None:
-        """Give the full parameters up for ``holder``; the last one frees their memory."""
+    def release(self, holder: int, *, keep: int | None = None) -> None:
+        """Give the full parameters up for ``holder``; the last one frees their memory.
+
+        ``keep`` then leaves a copy of them cut over that many neighbours only, for the next gather.
+        """
         self.holders.discard(holder)
         if not self.holders:
-            self._free()
+            self._free(keep)
 
-    def _free(self) -> None:
+    def _free(self, keep: int | None = None) -> None:
         if self.state is State.SHARDED:
             return
         self.weights.wait_gather()
         unwatch(self.weights.full)
-        self.weights.free_full()
+        if keep is None or not self.weights.full.numel():
+            self.weights.free_full()
+        else:
+            self.weights.keep(self.data.subgroup(keep))
         self.state = State.SHARDED
         for item in self.managed:
             item.register(item.sharded)
@@ -316,6 +325,7 @@ class ParamGroup:
         self.finish_reduce()
         self.holders.clear()
         self._free()
+        self.weights.drop_kept()
         for item in self.managed:
             if item.gathered is not None:
                 item.gathered.grad = None

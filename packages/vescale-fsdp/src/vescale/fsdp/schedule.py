@@ -82,6 +82,7 @@ class Schedule:
             # Also a root that was kept for a backward: an optimizer may have stepped since.
             if self._keep_gathered or unit.kept_by_default:
                 unit.reshard()
+            unit.drop_kept()
         self._keep_gathered = False
         if self._forward_order:
             self._last_forward_order = self._forward_order

@@ -53,7 +53,7 @@ class Unit:
         groups: list[ParamGroup],
         borrowed: list[ParamGroup],
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.module = weakref.ref(module)
         self.groups, self.borrowed, self.policy = groups, borrowed, policy
@@ -104,11 +104,21 @@ class Unit:
         for group in self.all_groups:
             group.gather()
 
-    def reshard(self) -> None:
-        """Give the full parameters up; their memory goes with the last unit that uses them."""
+    def reshard(self, *, keep: int | None = None) -> None:
+        """Give the full parameters up; their memory goes with the last unit that uses them.
+
+        ``keep`` leaves a copy of the unit's own ones, cut over that many ranks.
+        """
         self.kept_by_default = False
-        for group in self.all_groups:
+        for group in self.groups:
+            group.release(id(self), keep=keep)
+        for group in self.borrowed:
             group.release(id(self))
+
+    def drop_kept(self) -> None:
+        """Forget what ``reshard`` kept."""
+        for group in self.groups:
+            group.weights.drop_kept()
 
     def drop_unclaimed(self) -> None:
         """Free what was gathered ahead in vain."""
@@ -146,7 +156,8 @@ class Unit:
                     tensor.register_hook(_weakly(self.before_backward))
         if not self.in_backward:
             if self._reshards_after_forward:
-                self.reshard()
+                size = self.reshard_after_forward
+                self.reshard(keep=None if size is None or isinstance(size, bool) else size)
             else:
                 self.kept_by_default = self.reshard_after_forward is None
         self.schedule.leave_forward(self, differentiable=differentiable)
@@ -161,7 +172,7 @@ class Unit:
     @property
     def _reshards_after_forward(self) -> bool:
         if self.reshard_after_forward is not None:
-            return self.reshard_after_forward
+            return bool(self.reshard_after_forward)
         # The root is used first in backward, so by default it stays; without a backward an
         # optimizer could step meanwhile.
         return not (self.is_root and torch.is_grad_enabled())
