@@ -12,6 +12,7 @@ from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
 from vescale.dtensor.spec import layout_of, make_spec
 
+FLOAT8 = torch.float8_e4m3fn
 UNITS = {  # of 12 rows
     1: [(1,), (2,), (5,), (12,)],
     2: [(1, 1), (1, 3), (0, 5), (4, 2)],
@@ -91,6 +92,32 @@ def check_partial_on_a_line(rank, world_size):
         torch.testing.assert_close(moved.to_local(), expected.to_local())
 
 
+def same_bits(a, b):
+    as_bytes = [x.contiguous().view(-1).view(torch.uint8) for x in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*as_bytes)
+
+
+def check_dtypes_in_several_steps(rank, world_size):
+    """Moves that take torch's own steps too, in dtypes that gloo does not carry."""
+    mesh = init_device_mesh(DEVICE, (2, 2))
+    every = [
+        [RaggedShard((0,), (1, 2)), Shard(1)],
+        [Shard(0), RaggedShard((0, 1), (1, 2))],
+        [RaggedShard((), (0, 1)), Shard(0)],
+        [Replicate(), RaggedShard((0,), (3, 1))],
+    ]
+    for dtype in (FLOAT8, torch.int16, torch.uint16, torch.bool, torch.complex64):
+        whole = numbers(12, 6).to(torch.int32).to(dtype)
+        for source, target in itertools.product(every, every):
+            x = distribute_tensor(whole, mesh, source, src_data_rank=None)
+            assert same_bits(x.full_tensor(), whole)
+            moved = x.redistribute(mesh, target)
+            expected = distribute_tensor(whole, mesh, target, src_data_rank=None)
+            assert same_bits(moved.to_local(), expected.to_local())
+        scalar = distribute_tensor(whole[0, 1], mesh, [Replicate(), RaggedShard((), (0, 1))])
+        assert same_bits(scalar.full_tensor(), whole[0, 1])
+
+
 def check_odd_shapes_and_dtypes(rank, world_size):
     mesh = init_device_mesh(DEVICE, (world_size,))
     last = [0] * (world_size - 1) + [1]
@@ -107,14 +134,14 @@ def check_odd_shapes_and_dtypes(rank, world_size):
         shard = distribute(numbers(*shape), mesh, [Shard(0)])
         assert shard.redistribute(mesh, x.placements).to_local().shape == (0,)
     uneven = [RaggedShard((0,), UNITS[world_size][1])]
-    for dtype in (torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.int64):
-        whole = numbers(12, 5, dtype=dtype)
+    for dtype in (torch.bfloat16, torch.int16, torch.bool, torch.complex64, torch.int64, FLOAT8):
+        whole = numbers(12, 5).to(dtype)
         x = distribute(whole, mesh, uneven)
         assert x.dtype == x.full_tensor().dtype == dtype
-        assert torch.equal(x.full_tensor(), whole)
+        assert same_bits(x.full_tensor(), whole)
         shard = x.redistribute(mesh, [Shard(1)])
-        assert torch.equal(shard.to_local(), distribute(whole, mesh, [Shard(1)]).to_local())
-        assert torch.equal(shard.redistribute(mesh, uneven).full_tensor(), whole)
+        assert same_bits(shard.to_local(), distribute(whole, mesh, [Shard(1)]).to_local())
+        assert same_bits(shard.redistribute(mesh, uneven).full_tensor(), whole)
 
 
 def check_meta(rank, world_size):
@@ -224,6 +251,7 @@ def check_partial_on_a_square(rank, world_size):
 def check_square(rank, world_size):
     check_moves_on_a_square(rank, world_size)
     check_partial_on_a_square(rank, world_size)
+    check_dtypes_in_several_steps(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -201,8 +201,13 @@ def _plain_memory(flat: torch.Tensor) -> torch.Tensor:
     return flat
 
 
+def is_carried(dtype: torch.dtype) -> bool:
+    """Tell whether every backend moves ``dtype`` as it is, not as bytes."""
+    return dtype in _CARRIED
+
+
 def _carried(flat: torch.Tensor) -> torch.Tensor:
-    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
+    return flat if flat.dtype in _CARRIED else flat.view(-1).view(torch.uint8)
 
 
 def _bytes_per_element(flat: torch.Tensor) -> int:

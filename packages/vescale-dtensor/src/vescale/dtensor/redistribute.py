@@ -179,8 +179,21 @@ def _redistribute_plain(
     if spec.placements == tuple(target):
         return local
     with torch.no_grad():
-        x = wrap(TorchDTensor, local, _respec(spec, spec.placements), requires_grad=False)
-        out = x.redistribute(spec.mesh, target)._local_tensor
+        if comm.is_carried(local.dtype) or any(p.is_partial() for p in spec.placements):
+            return _torch_redistribute(local, _respec(spec, spec.placements), target)
+        meta, dtype = spec.tensor_meta, local.dtype  # as bytes, in one more dim
+        local = local.contiguous().unsqueeze(-1).view(torch.uint8)
+        shape = (*meta.shape, dtype.itemsize)
+        as_bytes = make_spec(spec.mesh, spec.placements, shape, torch.uint8)
+        out = _torch_redistribute(local, as_bytes, target)
+        return out.contiguous().view(dtype).squeeze(-1)
+
+
+def _torch_redistribute(
+    local: torch.Tensor, spec: DTensorSpec, target: Sequence[Placement]
+) -> torch.Tensor:
+    x = wrap(TorchDTensor, local, spec, requires_grad=False)
+    out = x.redistribute(spec.mesh, target)._local_tensor
     return out.wait() if hasattr(out, "wait") else out  # an async tensor on some versions
 
 
