@@ -12,6 +12,8 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 
 from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
+from vescale.dtensor.spec import layout_of
+from vescale.dtensor.tensor import make_ragged, ragged_spec
 
 SHAPE = (5, 3, 6, 7)
 
@@ -149,6 +151,43 @@ def check_two_axes(rank, world_size, path):
     for value in found.values():
         assert torch.equal(value.full_tensor(), whole)
     check_training_state(line, path / "training")
+
+
+def check_asynchronous(rank, world_size, path):
+    """What is saved is what was there at the call, from views of a buffer as from whole tensors."""
+    mesh, buffer = init_device_mesh(DEVICE, (world_size,)), torch.zeros(200, device=DEVICE)
+    state, place, wholes = {}, 10, {}
+    for name, placement in {
+        "rows": RaggedShard((0,), (1, 2)),
+        "owned": RaggedShard((), (0, 1)),
+        "half": RaggedShard((0, 1), (5, 67)),
+    }.items():
+        whole = wholes[name] = WHOLES[name].float()
+        spec = ragged_spec(mesh, [placement], whole.shape, whole.dtype)
+        numel = layout_of(spec).numel
+        state[name] = torch.nn.Parameter(make_ragged(buffer[place : place + numel], spec))
+        place += numel
+        state[name].detach().copy_(distribute_tensor(whole, mesh, [placement]))
+        assert state[name].data_ptr() == 0
+    for name, placement in {"ragged": RaggedShard((0,), (2, 1)), "replica": Replicate()}.items():
+        state[name] = state["rows"].detach().redistribute(placements=[placement], async_op=True)
+        wholes[name] = wholes["rows"]
+    view = buffer[:6].view(2, 3)
+    state["shard"] = DTensor.from_local(view, mesh, [Shard(0)])
+    for step in range(2):
+        saved = dcp.async_save(state, checkpoint_id=path / str(step))
+        for name in ("rows", "owned", "half"):
+            state[name].detach().add_(1)
+        saved.result()
+        found = {name: torch.zeros_like(x) for name, x in state.items()}
+        dcp.load(found, checkpoint_id=path / str(step))
+        for name, whole in wholes.items():
+            added = step if name in ("rows", "owned", "half") else 0
+            assert torch.equal(found[name].full_tensor(), whole + added), name
+
+
+def test_asynchronous_saves_copy_views_of_a_buffer(run_ranks, tmp_path):
+    run_ranks(check_asynchronous, 2, tmp_path, exact=True)
 
 
 def check_training_state(mesh, path):

@@ -102,6 +102,7 @@ OPTIMIZERS = [
     (torch.optim.Adagrad, {}, "foreach fused loop"),
     (torch.optim.NAdam, {}, "foreach"),
     (torch.optim.Adamax, {}, "foreach"),
+    (torch.optim.Rprop, {}, "foreach loop"),
     (torch.optim.RAdam, {}, "foreach"),
 ]
 WAYS = {

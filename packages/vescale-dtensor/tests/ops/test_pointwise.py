@@ -173,6 +173,21 @@ def check_copy(rank, world_size):
         same_dtype(x.copy_(s).full_tensor(), s)
 
 
+def check_mask(rank, world_size):
+    mesh, s = init_device_mesh(DEVICE, (world_size,)), numbers(8, 6)
+    for placement in (
+        RaggedShard((0,), UNITS[world_size]),
+        RaggedShard((), [0] * (world_size - 1) + [1]),
+    ):
+        x = distribute_tensor(s, mesh, [placement])
+        x[x > 0] = 2.0
+        x[x.le(-1)] = -3
+        same_dtype(x.full_tensor(), s.masked_fill(s > 0, 2.0).masked_fill(s <= -1, -3))
+        mask = distribute_tensor(s.bool(), mesh, [Replicate()])
+        x[mask] = 1.0
+        same_dtype(x.full_tensor(), torch.ones_like(s))
+
+
 def check_new(rank, world_size):
     mesh = init_device_mesh(DEVICE, (world_size,))
     x = distribute_tensor(numbers(8, 6), mesh, [RaggedShard((0,), UNITS[world_size])])
@@ -246,6 +261,7 @@ def check_pointwise(rank, world_size):
     check_elementwise(rank, world_size)
     check_mixed_operands(rank, world_size)
     check_copy(rank, world_size)
+    check_mask(rank, world_size)
     check_new(rank, world_size)
     if world_size == 4:
         check_two_axes(rank, world_size)

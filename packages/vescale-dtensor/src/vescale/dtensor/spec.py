@@ -31,6 +31,7 @@ __all__ = [
     "base_placements",
     "check_fits_every_rank",
     "check_is_ours",
+    "check_local_shape",
     "layout_of",
     "local_shape",
     "make_spec",
@@ -276,6 +277,22 @@ def local_shape(spec: DTensorSpec) -> tuple[int, ...]:
         return (layout.numel,)
     mesh, shape = spec.mesh, tuple(spec.tensor_meta.shape)
     return base_block(shape, spec.placements, mesh.shape, mesh.get_coordinate())[0]
+
+
+def check_local_shape(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> None:
+    """Raise ValueError unless ``local`` is what plain ``placements`` leave here of ``shape``."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(type(p) not in (Replicate, Shard, Partial) for p in placements):
+        return
+    expected = base_block(tuple(shape), placements, mesh.shape, coordinate)[0]
+    if tuple(local.shape) != expected:
+        raise ValueError(
+            f"the local tensor has shape {tuple(local.shape)}, but {tuple(placements)} gives this "
+            f"rank {expected} of a tensor of shape {tuple(shape)}; use RaggedShard for a cut "
+            "other than that of torch.chunk."
+        )
 
 
 def base_block(

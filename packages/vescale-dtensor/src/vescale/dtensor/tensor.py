@@ -25,6 +25,7 @@ from vescale.dtensor.ops import dispatch
 from vescale.dtensor.spec import (
     check_fits_every_rank,
     check_is_ours,
+    check_local_shape,
     layout_of,
     normalize_placements,
     ragged_axis,
@@ -73,6 +74,16 @@ class DTensor(TorchDTensor):
         # What a spec caches is derived, and no safe global of torch.load.
         spec = without_caches(self._spec)
         return self.__dict__, {"_local_tensor": settled(self._local_tensor), "_spec": spec}
+
+    def data_ptr(self) -> int:
+        """Return 0: a DTensor has no memory of its own, ``to_local()`` has.
+
+        torch's own answer tells the offset of the local tensor in its buffer, which the stager of
+        ``async_save`` takes for memory of the wrapper. As it asks before it copies, values that
+        are under way are waited for.
+        """
+        self._local_tensor = settled(self._local_tensor)
+        return 0
 
     def __deepcopy__(self, memo: dict) -> "DTensor":
         # torch's own looks for a storage, and finds none behind a view of a buffer.
@@ -124,6 +135,8 @@ class DTensor(TorchDTensor):
         ndim = len(shape) if shape is not None else local_tensor.ndim
         placements = normalize_placements(placements, mesh, ndim)
         if ragged_axis(placements) is None:
+            if shape is not None:
+                check_local_shape(local_tensor, mesh, placements, shape)
             plain = from_local(
                 local_tensor,
                 mesh,

@@ -45,7 +45,7 @@ def dispatch(cls, func, types, args=(), kwargs=None):
     if handler is None:
         handler = _handlers[func] = classify(func)
     if layout.pending:
-        check_pending(func, args, ref)
+        check_pending(func, args, kwargs, ref)
     return handler(func, args, kwargs, ref)
 
 

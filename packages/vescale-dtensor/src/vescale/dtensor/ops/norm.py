@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.dtensor._torch_compat import DTensorSpec, TorchDTensor, wrap
 from vescale.dtensor._torch_compat import foreach_norm as local_foreach_norm
 from vescale.dtensor.ops.operands import unsupported
-from vescale.dtensor.ops.reduce import bind
+from vescale.dtensor.ops.reduce import bind, dims_of
 from vescale.dtensor.ops.reduction import (
     Reduction,
     accumulation_dtype,
@@ -50,7 +50,7 @@ def vector_norm(func, args, kwargs, ref):
     bound = bind(func, args, kwargs)
     order = bound.get("ord", bound.get("p"))
     order = 2.0 if order is None else float(order)
-    dims, keepdim, dtype = bound.get("dim"), bound.get("keepdim", False), bound.get("dtype")
+    dims, keepdim, dtype = dims_of(bound, ref), bound.get("keepdim", False), bound.get("dtype")
     if not dims and not keepdim:
         return norms([ref], order, dtype, ref)[0]
     dtype = dtype or ref.dtype

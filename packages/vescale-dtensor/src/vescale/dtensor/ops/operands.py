@@ -2,6 +2,7 @@
 """The local part of an operand, in the layout of the ragged tensor it meets."""
 
 import math
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -27,6 +28,24 @@ def unsupported(func, reason: str, *tensors: object) -> NoReturn:
     raise NotImplementedError(
         f"{func} on {', '.join(placements)}: {reason}; redistribute to Replicate or Shard first."
     )
+
+
+def checked_dims(dims: Iterable[int], ndim: int) -> list[int]:
+    """Return ``dims`` counted from the front; without dims 0 and -1 are valid, as in torch.
+
+    Raises IndexError for a dim out of range, RuntimeError for one that is named twice.
+    """
+    dims, reach = list(dims), max(ndim, 1)
+    for dim in dims:
+        if not -reach <= dim < reach:
+            raise IndexError(
+                f"dimension {dim} is out of range for a tensor of {ndim} dims; give one from "
+                f"{-reach} to {reach - 1}."
+            )
+    found = [dim % reach for dim in dims]
+    if len(set(found)) < len(found):
+        raise RuntimeError(f"dims {dims} of a tensor of {ndim} dims name one twice; give it once.")
+    return found
 
 
 def alike(mine, its) -> bool:

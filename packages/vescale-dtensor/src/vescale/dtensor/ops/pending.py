@@ -30,7 +30,7 @@ _SCALING = {
 } | {aten.neg.default, aten.neg_.default}
 
 
-def check_pending(func, args, ref) -> None:
+def check_pending(func, args, kwargs, ref) -> None:
     """Raise NotImplementedError unless ``func`` is right on the terms of a sum."""
     if func in _UNCHANGED:
         return
@@ -46,6 +46,11 @@ def check_pending(func, args, ref) -> None:
     elif linear and func in _SCALING and args[0] is ref:
         if not any(isinstance(a, TorchDTensor) or getattr(a, "ndim", 0) for a in others):
             return
-    elif linear and func is aten._to_copy.default and ref.is_floating_point():
+    elif linear and func is aten._to_copy.default and _keeps_fractions(ref.dtype, kwargs):
         return
     unsupported(func, "the Partial placement still has to be reduced", ref)
+
+
+def _keeps_fractions(dtype: torch.dtype, kwargs) -> bool:
+    target = kwargs.get("dtype") or dtype
+    return dtype.is_floating_point and (target.is_floating_point or target.is_complex)

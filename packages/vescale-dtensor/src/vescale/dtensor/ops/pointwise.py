@@ -47,6 +47,8 @@ LIKE_POINTWISE = {
     aten.softshrink_backward.default,
 }
 
+_OTHER_ORDERS = (torch.channels_last, torch.channels_last_3d)
+
 
 def pointwise(func, args, kwargs, ref):
     """Run ``func`` on the local parts; the result is laid out like ``ref``."""
@@ -121,12 +123,25 @@ def _locals(func, args, ref):
 def _local_kwargs(func, kwargs, ref):
     if not kwargs:
         return kwargs
+    if kwargs.get("memory_format") in _OTHER_ORDERS:
+        unsupported(func, f"{kwargs['memory_format']} is not the row-major order it is cut in", ref)
     return {name: local_operand(func, value, ref) for name, value in kwargs.items()}
 
 
 def _conj(func, args, kwargs, ref):
     """Conjugate at once: torch would leave a mark on the local tensor for a later pass."""
     return pointwise(aten._conj_physical.default, args, kwargs, ref)
+
+
+def _index_put_(func, args, kwargs, ref):
+    """``x[mask] = number`` in place, which is elementwise; no other index is."""
+    target, indices, value, *accumulate = args
+    mask = indices[0] if len(indices) == 1 else None
+    if isinstance(value, TorchDTensor) or value.ndim or any(accumulate) or kwargs:
+        unsupported(func, "only one number can be put, and not be accumulated", *args)
+    if mask is None or mask.dtype is not torch.bool or mask.shape != target.shape:
+        unsupported(func, "only a mask of the same shape can be an index", target)
+    return pointwise_inplace(aten.masked_fill_.Tensor, [target, mask, value], {}, ref)
 
 
 def _new(func, args, kwargs, ref):
@@ -155,6 +170,7 @@ SHAPED_ALIKE = {
     aten.fill_.Tensor: pointwise_inplace,
     aten.zero_.default: pointwise_inplace,
     aten._conj.default: _conj,
+    aten.index_put_.default: _index_put_,
     aten.new_empty.default: _new,
     aten.new_empty_strided.default: _new_empty_strided,
     aten.new_full.default: _new,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.dtensor._torch_compat import TorchDTensor
-from vescale.dtensor.ops.operands import same_layout, unsupported
+from vescale.dtensor.ops.operands import checked_dims, same_layout, unsupported
 from vescale.dtensor.ops.reduction import (
     Reduction,
     accumulation_dtype,
@@ -29,9 +29,12 @@ def bind(func, args, kwargs) -> dict:
     return bound
 
 
-def _dims(bound: dict) -> list[int] | None:
+def dims_of(bound: dict, ref: TorchDTensor) -> list[int] | None:
+    """Return the argument ``dim`` of ``bind``, checked and counted from the front."""
     dims = bound.get("dim")
-    return [dims] if isinstance(dims, int) else dims
+    if dims is None:
+        return None
+    return checked_dims([dims] if isinstance(dims, int) else dims, ref.ndim)
 
 
 def _sum(func, args, kwargs, ref):
@@ -44,15 +47,16 @@ def _sum(func, args, kwargs, ref):
         wide,
         lambda value: value.to(dtype),
     )
-    return reduce(ref, _dims(bound), bound.get("keepdim", False), how)
+    return reduce(ref, dims_of(bound, ref), bound.get("keepdim", False), how)
 
 
 def _mean(func, args, kwargs, ref):
     bound = bind(func, args, kwargs)
     dtype = bound["dtype"] or ref.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
-        return func(ref._local_tensor.new_empty(1), *([0],) * ("dim" in bound))  # torch's error
-    wide, dims = accumulation_dtype(dtype), _dims(bound)
+        one = torch.empty(1, dtype=ref.dtype)
+        return func(one, *([0],) * ("dim" in bound), dtype=bound["dtype"])  # torch's error
+    wide, dims = accumulation_dtype(dtype), dims_of(bound, ref)
     count = math.prod(ref.shape[dim] for dim in dims) if dims and ref.ndim else ref.numel()
     how = Reduction(
         lambda part, dims: part.sum(dims, keepdim=True, dtype=wide),
@@ -76,7 +80,7 @@ def _prod(func, args, kwargs, ref):
         return part
 
     how = Reduction(local, "product", wide, lambda value: value.to(dtype))
-    return reduce(ref, _dims(bound), bound.get("keepdim", False), how)
+    return reduce(ref, dims_of(bound, ref), bound.get("keepdim", False), how)
 
 
 def _extreme(op: str):
@@ -84,7 +88,7 @@ def _extreme(op: str):
 
     def handler(func, args, kwargs, ref):
         bound = bind(func, args, kwargs)
-        dims = _dims(bound)
+        dims = dims_of(bound, ref)
         if 0 in ([ref.shape[dim] for dim in dims] if dims and ref.ndim else ref.shape):
             return func(torch.empty(ref.shape, dtype=ref.dtype), *args[1:], **kwargs)  # its error
         dtype = ref.dtype
@@ -105,7 +109,7 @@ def _logical(op: str):
 
     def handler(func, args, kwargs, ref):
         bound = bind(func, args, kwargs)
-        dims = _dims(bound)
+        dims = dims_of(bound, ref)
         if dims == []:
             unsupported(func, "an empty list of dims", ref)
         dtype = torch.uint8 if ref.dtype is torch.uint8 else torch.bool
@@ -134,6 +138,9 @@ def _equal(func, args, kwargs, ref):
 def _check_finite_and_unscale(func, args, kwargs, ref):
     """Unscale gradients in place; ``found_inf`` becomes 1 on all ranks when one rank finds one."""
     grads, found_inf, inverse_scale = args
+    for x in grads:
+        if isinstance(x, TorchDTensor) and any(p.is_partial() for p in x._spec.placements):
+            unsupported(func, "terms may be finite where their sum is not", x)
     found_inf, inverse_scale = _local(found_inf), _local(inverse_scale)
     func([_local(x) for x in grads], found_inf, inverse_scale, **kwargs)
     places = []

@@ -6,7 +6,7 @@ import math
 import torch
 
 from vescale.dtensor._torch_compat import wrap
-from vescale.dtensor.ops.operands import unsupported
+from vescale.dtensor.ops.operands import checked_dims, unsupported
 from vescale.dtensor.placement import RaggedShard
 from vescale.dtensor.spec import layout_of, make_spec, replace
 
@@ -50,22 +50,26 @@ def _holds(unit: int, row_numel: int) -> bool:
 
 def _view(func, args, kwargs, ref):
     size = list(args[1])
-    if size.count(-1) == 1:
-        rest = -math.prod(size)
-        size[size.index(-1)] = ref.numel() // rest if rest else 0
+    if size.count(-1) > 1 or any(length < -1 for length in size):
+        raise RuntimeError(
+            f"{func} got shape {size}; give lengths, with -1 for at most one to be derived."
+        )
+    if -1 in size and 0 in size:
+        raise RuntimeError(f"{func} got shape {size}: -1 can be any length beside 0; give it.")
+    if -1 in size:
+        size[size.index(-1)] = ref.numel() // -math.prod(size)
     return view_as_shape(func, ref, size)
 
 
 def _unsqueeze(func, args, kwargs, ref):
     shape = list(ref.shape)
-    dim = args[1]
-    shape.insert(dim if dim >= 0 else dim + ref.ndim + 1, 1)
+    shape.insert(*checked_dims([args[1]], ref.ndim + 1), 1)
     return view_as_shape(func, ref, shape)
 
 
 def _squeeze(func, args, kwargs, ref):
     dims = args[1] if len(args) > 1 else range(ref.ndim)
-    dims = {dim % ref.ndim for dim in ([dims] if isinstance(dims, int) else dims)}
+    dims = checked_dims([dims] if isinstance(dims, int) else dims, ref.ndim)
     return view_as_shape(
         func, ref, [n for dim, n in enumerate(ref.shape) if n != 1 or dim not in dims]
     )
