@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
@@ -166,10 +167,52 @@ def check_mistakes(rank, world_size):
     assert mode.get_total_counts() == 0
 
 
+def check_helpers_of_torch(rank, world_size):
+    """Their whole states go out, and in by way of the sharded ones; theirs in has no hook."""
+    mesh, options = init_device_mesh(DEVICE, (world_size,)), {"full_state_dict": True}
+    units = [1, *[0] * (world_size - 2), 2]
+
+    def train(seed, steps):
+        torch.manual_seed(seed)
+        module = torch.nn.Linear(4, 6, device=DEVICE)
+        for name, param in [*module.named_parameters()]:
+            x = distribute_tensor(param.detach(), mesh, [RaggedShard((0,), units)])
+            module.register_parameter(name, torch.nn.Parameter(x))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=seed * 0.1)
+        for _ in range(steps):
+            for param in module.parameters():
+                param.grad = param.detach().clone()
+            optimizer.step()
+        return module, optimizer
+
+    module, optimizer = train(1, 2)
+    full, full_optimizer = dcp_state.get_state_dict(
+        module, optimizer, options=dcp_state.StateDictOptions(cpu_offload=True, **options)
+    )
+    for seed, steps in ((2, 1), (3, 0)):
+        other, other_optimizer = train(seed, steps)
+        load_full_state_dict(other.state_dict(), full)
+        state = dcp_state.get_optimizer_state_dict(other, other_optimizer)
+        load_full_state_dict(state, full_optimizer)
+        dcp_state.set_optimizer_state_dict(other, other_optimizer, state)
+        assert other_optimizer.param_groups[0]["lr"] == 0.1
+        for p, q in zip(module.parameters(), other.parameters(), strict=True):
+            mine, its = optimizer.state[p], other_optimizer.state[q]
+            assert torch.equal(p.to_local(), q.to_local())
+            assert torch.equal(mine["exp_avg"].to_local(), its["exp_avg"].to_local())
+            assert mine["step"] == its["step"] == 2
+    for broadcast in (False, True):
+        how = dcp_state.StateDictOptions(broadcast_from_rank0=broadcast, **options)
+        whole = {"weight": numbers(6, 4), "bias": numbers(6)}
+        with pytest.raises(RuntimeError, match=r"unsupported placements|size of tensor"):
+            dcp_state.set_model_state_dict(module, whole, options=how)
+
+
 def check_line(rank, world_size):
     check_out_and_in(rank, world_size)
     check_memory(rank, world_size)
     check_mistakes(rank, world_size)
+    check_helpers_of_torch(rank, world_size)
 
 
 def check_square(rank, world_size):

@@ -2,8 +2,9 @@
 """Whole tensors out of a sharded state dict, and back in, one at a time.
 
 torch's helpers for full state dicts call its own ``distribute_tensor``, which does not know
-ragged placements. A state is any nesting of dicts and lists, as ``state_dict()`` of a module or
-of an optimizer gives it.
+ragged placements and offers no hook for them. A state is any nesting of dicts and lists, as
+``state_dict()`` of a module or of an optimizer gives it, or torch's ``get_model_state_dict`` and
+``get_optimizer_state_dict``: fill what they return, and hand it to their ``set_`` twins.
 """
 
 from collections.abc import Callable, Iterable, Iterator
