@@ -4,7 +4,8 @@
     python -m benchmarks.lanes --ranks 2 4 [--device cuda] [--json result.json]
 
 Every rank gives the same number of bytes, in one gather or in several that are launched together.
-Repeats take turns, and a cell is their median. A straight line is fitted to all cells of a world:
+Repeats take turns, and a cell is the least of them, which load on the machine disturbs least. A
+straight line is fitted to all cells of a world:
 
     seconds = launch + lane * (lanes - 1) + byte * nbytes_of_a_shard
 
@@ -14,7 +15,6 @@ than that, it pays. On a GPU times are from events of the stream, one rank per G
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 LANES = (1, 2, 3)
 ALIGN = 64  # bytes
-SHARDS = tuple(2**power for power in range(14, 25, 2))  # bytes of a rank's shard: 16 KiB to 16 MiB
+SHARDS = tuple(2**power for power in range(14, 23, 2))  # bytes of a rank's shard: 16 KiB to 4 MiB
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -61,7 +61,7 @@ def seconds_of(parts: list[tuple[torch.Tensor, torch.Tensor]], calls: int) -> fl
 
 
 def measure(device: torch.device, repeats: int) -> dict[tuple[int, int], float]:
-    """Return the median seconds of a gather by (shard bytes, lanes); the slowest rank counts."""
+    """Return the least seconds of a gather by (shard bytes, lanes); the slowest rank counts."""
     times: dict[tuple[int, int], list[float]] = {}
     for nbytes in SHARDS:
         shard = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -72,16 +72,16 @@ def measure(device: torch.device, repeats: int) -> dict[tuple[int, int], float]:
             fulls = full.split([size * dist.get_world_size() for size in sizes])
             parts[lanes] = list(zip(fulls, shard.split(sizes), strict=True))
             gather(parts[lanes])
-        calls = max(1, min(20, 2**22 // nbytes))
+        calls = max(1, min(8, 2**20 // nbytes))
         for repeat in range(repeats):
             turns = LANES if repeat % 2 else LANES[::-1]
             for lanes in turns:
                 dist.barrier()
                 times.setdefault((nbytes, lanes), []).append(seconds_of(parts[lanes], calls))
     cells = sorted(times)
-    medians = torch.tensor([statistics.median(times[cell]) for cell in cells], device=device)
-    dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-    return dict(zip(cells, medians.tolist(), strict=True))
+    least = torch.tensor([min(times[cell]) for cell in cells], device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MAX)
+    return dict(zip(cells, least.tolist(), strict=True))
 
 
 def fit(cells: dict[tuple[int, int], float]) -> dict[str, float]:

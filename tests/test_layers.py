@@ -45,6 +45,7 @@ PURE = (
     f"{FSDP}/planner.py",
     f"{FSDP}/lanes.py",
     f"{FSDP}/lane_search.py",
+    f"{FSDP}/padding_cause.py",
     f"{FSDP}/packing.py",
     f"{FSDP}/packing_exact.py",
     f"{FSDP}/shard_search.py",

@@ -5,10 +5,11 @@ One tensor with an awkward row can force padding on all others of its buffer. In
 it does not, at the price of one more collective in the same launch. Sizes are in elements.
 
 The price: ``benchmarks/lanes.py`` fits gathers of 1, 2 and 3 lanes of equal total size. On gloo, 2
-ranks of one machine, a lane took 160 us at 0.49 GB/s of shard, as long as 76 KiB of every rank's
-shard, and under three times the load 430 us at 0.13 GB/s, 54 KiB. Both are latency times bandwidth
-of a link, and a ring of more ranks multiplies the two alike, so the price is given in bytes of a
-shard, whatever the number of ranks. NCCL is not measured yet.
+ranks of one busy machine, a further lane took from 57 us at 0.83 GB/s of shard to 430 us at 0.13
+GB/s: as long as 46, 76 and 54 KiB of every rank's shard in three runs. That is latency times
+bandwidth, which load moves little; and a ring of more ranks has more steps for a lane and for a
+byte alike. So the price is in bytes of a shard, whatever the number of ranks. Runs of 4 ranks
+scattered too much to tell, and NCCL is not measured yet.
 """
 
 from collections.abc import Sequence
