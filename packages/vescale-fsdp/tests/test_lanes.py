@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vescale.fsdp.lanes
+from vescale.fsdp import packing
 from vescale.fsdp.lanes import LANE_NBYTES, LanePlan, plan_lanes
 from vescale.fsdp.planner import Request, plan, validate_plan
 
@@ -86,6 +88,96 @@ def test_one_lane_is_the_plan_of_one_buffer(requests, world_size, align):
         for i in range(len(requests)):
             assert p.shard_runs(i) == single.shard_runs(i)
             assert p.local_range(i, 0) == single.local_range(i, 0)
+
+
+@pytest.mark.parametrize("lanes", ["auto", 2, 3])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([(7, 2), (9, 4)], id="last block short"),
+        pytest.param([(3, 100), (5, 5)], id="block over the tensor: atomic"),
+        pytest.param([(8, 4), (6, 3)], id="fewer blocks than ranks"),
+        pytest.param([(0, 4), (6, 3), (0, 1), (8, 2)], id="zero-size tensors"),
+        pytest.param([(1, 1), (13, 1)], id="scalar and 1-D tensor"),
+        pytest.param([(3, 2)], id="one tensor"),
+        pytest.param([(0, 1), (0, 5)], id="only zero-size tensors"),
+        pytest.param([], id="no tensor"),
+        pytest.param([(90, 90), (5, 1), (5, 1)], id="huge block"),
+    ],
+)
+def test_edge_cases(sizes, lanes):
+    requests = [Request(f"w{i}", *size) for i, size in enumerate(sizes)]
+    for world_size, align in ((1, 8), (4, 1), (16, 8)):
+        p = plan_lanes(requests, world_size, align=align, lanes=lanes, lane_nbytes=0)
+        validate_plan(p)
+        round_trip(p)
+        assert p.shard_numel % align == 0
+        assert (p.shard_numel == 0) == (p.numel == 0)
+
+
+def test_sizes_beyond_32_bits_are_exact():
+    tensors = [Request("a", 3 << 33, 3 << 20), Request("b", 5 << 33, 5 << 20), Request("c", 7)]
+    p = plan_lanes(tensors, 6, align=8, lanes=2)
+    validate_plan(p)
+    assert p.buffer_numel > 1 << 35
+    assert sum(p.shard_sizes(1)) == 5 << 33
+
+
+def small_cases():
+    generator = random.Random(11)
+    for _ in range(60):
+        blocks = generator.sample(range(5, 17), 3)
+        tensors = [Request("w", block * generator.randint(4, 12), block) for block in blocks]
+        yield [*tensors, Request("b", generator.randint(1, 9))], generator.randint(3, 9)
+
+
+def test_a_division_is_never_worse_than_one_buffer_nor_than_a_lane_for_each_block():
+    better = worse = 0
+    for requests, world_size in small_cases():
+        chosen = plan_lanes(requests, world_size, lane_nbytes=4)
+        single = plan(requests, world_size).shard_numel
+        apart = sum(plan([request], world_size).shard_numel for request in requests[:3])
+        cost = 2 * chosen.shard_numel + 4 * len(chosen.lanes)
+        assert cost <= 2 * single + 4
+        # The bias fits in the slack of a lane, or makes one of them longer.
+        assert cost <= 2 * (apart + plan(requests[3:], world_size).shard_numel) + 4 * 4
+        better += chosen.shard_numel < single
+        worse += len(chosen.lanes) == 1
+    # The control: both happen, else the cases are too easy.
+    assert better > 10
+    assert worse > 5
+
+
+def test_a_fault_planted_in_the_planner_is_noticed_in_lanes(monkeypatch):
+    def faulty(numel, block, shard):
+        return lambda position: position
+
+    monkeypatch.setattr(packing, "placer", faulty)
+    refused = 0
+    caches = (vescale.fsdp.planner._layout, vescale.fsdp.lanes._divide)
+    for requests, world_size in small_cases():
+        for cache in caches:
+            cache.cache_clear()
+        try:
+            plan_lanes(requests, world_size, lanes=2)
+        except RuntimeError:
+            refused += 1
+    for cache in caches:
+        cache.cache_clear()
+    assert refused > 0
+
+
+def test_a_fault_planted_in_the_layout_of_lanes_is_noticed(monkeypatch):
+    # The lanes' shards taken for the starts of their buffers.
+    def faulty(plan):
+        return tuple(
+            (start, lane.shard_numel, start, lane.buffer_numel)
+            for start, lane in zip(plan.shard_starts, plan.lanes, strict=True)
+        )
+
+    monkeypatch.setattr(LanePlan, "lane_ranges", property(faulty))
+    with pytest.raises(RuntimeError, match="I4: b starts at"):
+        plan_lanes(AWKWARD, 5, lanes=2)
 
 
 def test_lanes_are_used_where_they_pay_and_only_there():
