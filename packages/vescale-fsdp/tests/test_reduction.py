@@ -423,7 +423,7 @@ def test_replicas_are_not_counted_where_a_parameter_is_cut(fake_group, rank):
     """Row 4: whole experts, each on one of the ranks that shard."""
     fake_group(8, rank)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    experts = fully_shard(Experts(), mesh=mesh)
+    experts = fully_shard(Experts(), mesh=mesh, granularity=Rows(1))
     assert experts.weight.placements == (Replicate(), RaggedShard((0,), (1, 1, 1, 1)))
     assert torch.equal(
         experts.weight.local_block()[0], torch.arange(4.0 * 16 * 8).view(4, 16, 8)[rank % 4]

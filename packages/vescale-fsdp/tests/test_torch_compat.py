@@ -101,3 +101,12 @@ def test_concatenated_meshes_have_the_groups_of_both(fake_group):
     assert whole.get_group(1) is mesh["tp"].get_group()
     with pytest.raises(RuntimeError, match="overlapping"):
         compat.concatenate_meshes(mesh["dp"], mesh["dp"])
+
+
+def test_a_flattened_mesh_has_one_axis_and_is_made_once(fake_group):
+    fake_group(8, 5)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    flat = compat.flatten_mesh(mesh["a", "b"])
+    assert (flat.mesh_dim_names, flat.mesh.tolist()) == (("a_b",), [1, 3, 5, 7])
+    assert compat.flatten_mesh(mesh["a", "b"]).get_group() is flat.get_group()
+    assert compat.concatenate_meshes(flat, mesh["c"]).mesh.shape == (4, 2)

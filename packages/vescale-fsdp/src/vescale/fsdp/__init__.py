@@ -12,11 +12,12 @@ from vescale.fsdp.granularity import (
     Whole,
 )
 from vescale.fsdp.module import FSDPModule, UnshardHandle
-from vescale.fsdp.policy import MixedPrecisionPolicy
+from vescale.fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy
 from vescale.fsdp.reduce_settings import no_sync
 
 __all__ = [
     "Block",
+    "DataParallelMeshDims",
     "Elements",
     "FSDPModule",
     "Granularity",

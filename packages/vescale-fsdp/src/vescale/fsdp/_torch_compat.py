@@ -63,6 +63,14 @@ foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 
 
+def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return ``mesh``, which has names, as a mesh of one axis named after all of its axes.
+
+    Makes a process group the first time; a mesh remembers those that were flattened from it.
+    """
+    return mesh._flatten()
+
+
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the axes of both, which are axes of one mesh with names.
 

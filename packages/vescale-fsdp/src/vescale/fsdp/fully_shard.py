@@ -20,7 +20,7 @@ from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
 from vescale.fsdp.parallel import parallel_meshes, parallel_of
 from vescale.fsdp.param_group import ParamGroup
-from vescale.fsdp.policy import MixedPrecisionPolicy, check_policy
+from vescale.fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, check_policy
 from vescale.fsdp.unit import Unit
 from vescale.fsdp.units import UNIT
 
@@ -34,6 +34,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = None,
 ) -> FSDPModule:
     """Shard ``module``'s parameters over ``mesh``, in place, and return it.
@@ -51,6 +52,10 @@ def fully_shard(
       ordinary sharded parameters meanwhile.
     - ``mp_policy``: dtypes of computation, reduction and output, as in torch's FSDP2.
     - ``ignored_params``: parameters to leave as they are.
+    - ``dp_mesh_dims``: the names of the axes of ``mesh``, of any number, that shard and replicate,
+      as in torch's FSDP2. With ``replicate`` only, parameters stay whole and nothing is gathered
+      from other ranks. Parameters may be plain, or DTensors on ``mesh`` that are replicated on
+      these axes, or on other axes of it.
     - ``granularity``: how finely a parameter may be cut: ``Elements()``, ``Rows(n)``,
       ``Block(dims, n)``, ``Whole()``, or a function ``(fqn, param)`` that returns one. Default:
       ``Rows(1)``, and ``Elements()`` for fewer than two dims.
@@ -68,9 +73,12 @@ def fully_shard(
     check_reshard(reshard_after_forward)
     check_policy(mp_policy)
     _check_ignored(ignored_params)
+    _check_dims(dp_mesh_dims)
     mesh = _check_mesh(mesh, module)
-    data = data_mesh_of(mesh)
+    data = data_mesh_of(mesh, dp_mesh_dims)
     reshard = reshard_over(reshard_after_forward, data.shards)
+    if reshard is None and data.shard_axis is None:
+        reshard = False  # no other rank's memory to save it for
     device = _device(mesh)
     own = _own_params(module, ignored_params or set())
     meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
@@ -138,6 +146,14 @@ def _check_ignored(ignored: set[nn.Parameter] | None) -> None:
         )
 
 
+def _check_dims(dims: DataParallelMeshDims | None) -> None:
+    if dims is not None and not isinstance(dims, DataParallelMeshDims):
+        raise TypeError(
+            f"dp_mesh_dims is a {type(dims).__name__}, expected a DataParallelMeshDims; pass for "
+            "example DataParallelMeshDims(shard='fsdp', replicate='ddp')."
+        )
+
+
 def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError(
@@ -150,11 +166,6 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
         raise TypeError(
             f"mesh is a {type(mesh).__name__}, expected a DeviceMesh; pass for example "
             "init_device_mesh('cpu', (world_size,))."
-        )
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh has {mesh.ndim} axes {tuple(mesh.shape)}, expected 1 (shard) or 2 (replicate, "
-            "shard); pass the axes of data parallelism, such as mesh['replicate', 'shard']."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -204,7 +215,7 @@ def _collect(
             else:
                 _check_param(fqn, param)
                 chosen = resolve_granularity(granularity, fqn, param)
-                parallel = parallel_of(fqn, param, data.mesh, whole_meshes)
+                parallel = parallel_of(fqn, param, data, whole_meshes)
                 found[id(param)] = Managed(fqn, [slot], param, chosen, data, parallel)
     return list(found.values()), ties
 

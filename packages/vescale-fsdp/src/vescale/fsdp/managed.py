@@ -88,15 +88,22 @@ class Managed:
         mesh, placements = self.data.mesh, self.data.placements(ragged)
         if self.parallel is not None:
             mesh = self.parallel.whole_mesh
-            placements = (*placements, *self.parallel.placements)
+            placements = (*placements, *self.parallel.other_placements)
         self.spec = ragged_spec(mesh, placements, tuple(original.shape), local.dtype)
         self.extras = {k: v for k, v in vars(original).items() if k != OWNER_ATTRIBUTE}
         self.sharded = nn.Parameter(
-            make_ragged(local, self.spec), requires_grad=original.requires_grad
+            make_ragged(self.form(local), self.spec), requires_grad=original.requires_grad
         )
         self.local = local_of(self.sharded)
         vars(self.sharded).update(self.extras)
         self.register(self.sharded)
+
+    def form(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part as the sharded form holds it: a view of ``flat``, [numel].
+
+        Of the shape of ``block`` on a mesh that does not shard, for there it is no RaggedShard.
+        """
+        return flat.view(self.block) if self.data.shard_axis is None else flat
 
     def make_gathered(self, flat: torch.Tensor) -> nn.Parameter:
         """Make the gathered form over ``flat``, the parameter in the full buffer, and return it.

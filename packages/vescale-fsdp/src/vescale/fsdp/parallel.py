@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from vescale.fsdp._torch_compat import concatenate_meshes
+from vescale.fsdp.data_mesh import DataMesh
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Parallel:
     shape: torch.Size
     stride: tuple[int, ...]
     whole_mesh: DeviceMesh
+    data_axes: tuple[int, ...] = ()  # of ``mesh``, if that includes them
+
+    @property
+    def other_placements(self) -> tuple[Placement, ...]:
+        """The placements on the axes of ``mesh`` that are not of data parallelism."""
+        axes = enumerate(self.placements)
+        return tuple(placement for axis, placement in axes if axis not in self.data_axes)
 
     @property
     def uneven(self) -> bool:
@@ -53,27 +61,33 @@ class Parallel:
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a gradient, laid out as the parameter.
 
-        Collective over the mesh where its placements differ, as after a Partial result.
+        Collective over the mesh where its placements differ, as after a Partial result. On data
+        axes a Partial one stays: it will be reduced over them.
         """
         if not isinstance(grad, DTensor):
             return grad
+        placements = tuple(
+            own if axis in self.data_axes and own.is_partial() else wanted
+            for axis, (own, wanted) in enumerate(zip(grad.placements, self.placements, strict=True))
+        )
         with torch.no_grad():
-            if grad.placements != self.placements:
-                grad = grad.redistribute(placements=self.placements)
+            if grad.placements != placements:
+                grad = grad.redistribute(placements=placements)
             return grad.to_local()
 
 
 def parallel_of(
     fqn: str,
     param: torch.Tensor,
-    data_mesh: DeviceMesh,
+    data: DataMesh,
     whole_meshes: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh],
 ) -> Parallel | None:
     """Return how ``param`` lies on a mesh of its own, or None for a plain tensor.
 
     ``whole_meshes`` keeps the meshes made so far, so that equal ones are the same object. Raises
-    ValueError unless both meshes are different axes of one mesh that this rank is in, and
-    NotImplementedError for placements that cannot be cut once more.
+    ValueError unless both meshes are different axes of one mesh that this rank is in, or the
+    parameter is replicated on the data axes of its mesh; and NotImplementedError for placements
+    that cannot be cut once more.
     """
     if not isinstance(param, DTensor):
         return None
@@ -94,9 +108,30 @@ def parallel_of(
     shape = param.shape
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     strides = tuple(max(1, stride) for stride in strides)  # the gathered parts are row-major
-    if (data_mesh, mesh) not in whole_meshes:
-        whole_meshes[data_mesh, mesh] = _whole_mesh(fqn, data_mesh, mesh)
-    return Parallel(mesh, placements, shape, strides, whole_meshes[data_mesh, mesh])
+    data_axes = _data_axes(fqn, placements, mesh, data)
+    if (data.mesh, mesh) not in whole_meshes:
+        others = [mesh.mesh_dim_names[i] for i in range(mesh.ndim) if i not in data_axes]
+        other = mesh[tuple(others)] if data_axes and others else mesh
+        whole_meshes[data.mesh, mesh] = _whole_mesh(fqn, data.mesh, other) if others else data.mesh
+    whole_mesh = whole_meshes[data.mesh, mesh]
+    return Parallel(mesh, placements, shape, strides, whole_mesh, data_axes)
+
+
+def _data_axes(
+    fqn: str, placements: tuple[Placement, ...], mesh: DeviceMesh, data: DataMesh
+) -> tuple[int, ...]:
+    """Return which axes of ``mesh`` are those of data parallelism, picked from it by name."""
+    if data.within is None or mesh != data.within:
+        return ()
+    axes = tuple(mesh.mesh_dim_names.index(name) for name in data.names)
+    for axis in axes:
+        if not placements[axis].is_replicate():
+            raise ValueError(
+                f"{fqn} is a DTensor of placements {placements}, and on the axis "
+                f"{mesh.mesh_dim_names[axis]!r} of data parallelism {placements[axis]}, expected "
+                "Replicate(); fully_shard cuts it there."
+            )
+    return axes
 
 
 def _whole_mesh(fqn: str, data_mesh: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:

@@ -83,7 +83,7 @@ class ParamGroup:
             fresh.weights.shard.copy_(self.weights.shard)
         views = fresh.weights.shard_views(fresh.weights.shard)
         for item, view in zip(managed, views, strict=True):
-            set_local(item.sharded, view)
+            set_local(item.sharded, item.form(view))
             item.local = local_of(item.sharded)
         return fresh
 
@@ -160,9 +160,9 @@ class ParamGroup:
         views = self.weights.shard_views(self.weights.allocate_shard())
         for item, local, view in zip(self.managed, locals_, views, strict=True):
             if not local.is_meta:
-                view.copy_(local)
+                view.copy_(local.reshape(-1))
             item.spec = spec_with_dtype(item.spec, dtype)
-            set_local(item.sharded, view)
+            set_local(item.sharded, item.form(view))
             item.local = local_of(item.sharded)
             item.gathered = None
 
@@ -173,7 +173,7 @@ class ParamGroup:
         self._new_weights(self.device, self.dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
         for item, view in zip(self.managed, views, strict=True):
-            set_local(item.sharded, view)
+            set_local(item.sharded, item.form(view))
             item.local = local_of(item.sharded)
 
     def _new_weights(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -6,7 +6,19 @@ import dataclasses
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["MixedPrecisionPolicy", "check_policy", "compute_dtype"]
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # torch has it from 2.12 on
+
+    @dataclasses.dataclass
+    class DataParallelMeshDims:
+        """Names of the axes of a larger mesh that shard and replicate; several make one axis."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+
+__all__ = ["DataParallelMeshDims", "MixedPrecisionPolicy", "check_policy", "compute_dtype"]
 
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
 _KNOWN_FIELDS = {*_DTYPE_FIELDS, "cast_forward_inputs"}

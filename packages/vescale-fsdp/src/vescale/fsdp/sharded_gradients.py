@@ -60,7 +60,7 @@ class ShardedGradients:
             if index in unused:
                 continue
             sharded = item.sharded
-            grad = make_ragged(view, item.spec)
+            grad = make_ragged(item.form(view), item.spec)
             for hook in gradient_hooks(sharded):
                 replaced = hook(grad)
                 grad = grad if replaced is None else replaced
