@@ -11,6 +11,7 @@ from vescale.dtensor.layout import (
     boxes_of_range,
     chunk_lengths,
     chunk_numels,
+    chunk_runs,
     contiguous_stride,
     exchange_counts,
     make_layout,
@@ -153,6 +154,7 @@ def test_chunk_numels_is_torch_chunk(length, world_size, row_numel):
     chunks += [0] * (world_size - len(chunks))
     assert chunk_numels(length, world_size, row_numel) == tuple(n * row_numel for n in chunks)
     assert chunk_lengths(length, world_size) == set(chunks)
+    assert len(chunk_runs(length, world_size, row_numel)) <= 3
 
 
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 4), st.integers(1, 3))

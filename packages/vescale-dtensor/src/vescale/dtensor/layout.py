@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vescale.dtensor.placement import RaggedShard
-from vescale.dtensor.runs import Runs
+from vescale.dtensor.runs import Runs, canonical, expand
 
 Shape = tuple[int, ...]
 
@@ -194,19 +194,21 @@ def chunk_numels(length: int, world_size: int, row_numel: int = 1) -> tuple[int,
     ``torch.chunk`` semantics: equal chunks, rounded up; the last ones may be short or empty.
     ``row_numel`` is the number of elements behind one index of the dim.
     """
-    step = -(-length // world_size)
-    return tuple(
-        (min(length, (rank + 1) * step) - min(length, rank * step)) * row_numel
-        for rank in range(world_size)
-    )
+    return expand(chunk_runs(length, world_size, row_numel))
+
+
+def chunk_runs(length: int, world_size: int, row_numel: int = 1) -> Runs:
+    """Return ``chunk_numels`` run-length encoded, at most three runs."""
+    step = max(1, -(-length // world_size))
+    full, rest = divmod(length, step)
+    short = int(rest > 0)
+    runs = ((step, full), (rest, short), (0, world_size - full - short))
+    return canonical((count * row_numel, ranks) for count, ranks in runs)
 
 
 def chunk_lengths(length: int, world_size: int) -> set[int]:
     """Return the lengths that occur among ``chunk_numels(length, world_size)``: at most three."""
-    step = -(-length // world_size)
-    whole, rest = divmod(length, step) if step else (0, 0)
-    empty = whole + (rest > 0) < world_size
-    return ({step} if whole else set()) | ({rest} if rest else set()) | ({0} if empty else set())
+    return {chunk for chunk, _ in chunk_runs(length, world_size)}
 
 
 def sharded_block(shape: Shape, cuts: Sequence[tuple[int, int, int]]) -> tuple[Shape, Shape]:

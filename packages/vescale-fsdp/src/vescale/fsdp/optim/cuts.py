@@ -8,20 +8,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale.dtensor.layout import chunk_numels
+from vescale.dtensor.layout import chunk_runs
 from vescale.dtensor.placement import is_ragged_shard
+from vescale.dtensor.runs import Runs
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Contiguous parts of a tensor's row-major memory: ``numels[r]`` elements on group rank r.
+    """Contiguous parts of a tensor's row-major memory, in the order of the group's ranks.
 
+    ``runs`` are pairs ``(numel, ranks)``: so many elements on each of the next ``ranks`` ranks.
     ``device`` is where ``group`` communicates: the shard's own device, or the accelerator when the
     shard is offloaded to the CPU.
     """
 
     group: dist.ProcessGroup
-    numels: tuple[int, ...]
+    runs: Runs
     device: torch.device
 
 
@@ -44,21 +46,21 @@ def read_cut(param: torch.Tensor, label: str) -> Cut | None:
     ]
     if not axes and not any(placement.is_partial() for placement in placements):
         return None
-    numels = _numels(placements[axes[0]], param.shape, mesh.size(axes[0])) if axes else None
-    if len(axes) != 1 or numels is None:
+    runs = _runs(placements[axes[0]], param.shape, mesh.size(axes[0])) if axes else None
+    if len(axes) != 1 or runs is None:
         raise NotImplementedError(
             f"{label} has placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}; "
             "expected RaggedShard or Shard(0) on one mesh axis and Replicate on the others. "
             "Redistribute the parameter, or leave it to another optimizer."
         )
-    return Cut(mesh.get_group(axes[0]), numels, _group_device(param))
+    return Cut(mesh.get_group(axes[0]), runs, _group_device(param))
 
 
-def _numels(placement, shape: torch.Size, world_size: int) -> tuple[int, ...] | None:
+def _runs(placement, shape: torch.Size, world_size: int) -> Runs | None:
     if is_ragged_shard(placement):
-        return placement.split_numels(shape)
+        return placement.split_runs(shape)
     if type(placement) is Shard and placement.dim == 0:
-        return chunk_numels(shape[0], world_size, math.prod(shape[1:]))
+        return chunk_runs(shape[0], world_size, math.prod(shape[1:]))
     return None
 
 

@@ -5,7 +5,7 @@ Bitwise equal to ``torch.optim.Muon`` on the unsharded parameters. Casting to bf
 matrix travels changes nothing, since Newton-Schulz begins and ends in bfloat16.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from vescale.dtensor.runs import locate
 from vescale.fsdp.agreement import agree
 from vescale.fsdp.optim.checks import (
     check_grad,
@@ -269,14 +270,9 @@ class _ParamGather:
         self._starts = []
         matrices = []
         for param, cut, ns_steps in members:
-            pieces, end = [], 0
-            for rank, numel in enumerate(cut.numels):
-                if rank == first.group.rank():
-                    self._starts.append(end)
-                if numel:
-                    pieces.append(Piece(rank, end, numel))
-                end += numel
-            matrices.append(Matrix(*param.shape, tuple(pieces), ns_steps))
+            before, _ = locate(cut.runs, first.group.rank())
+            self._starts.append(before)
+            matrices.append(Matrix(*param.shape, tuple(_pieces(cut)), ns_steps))
         plan = plan_roots(matrices, first.group.size())
         description = f"{wire_dtype} on the wire\n{plan.describe()}"
         agree(first.group, first.device, "plan Muon's exchange", description)
@@ -307,6 +303,16 @@ class _ParamGather:
             add_as_whole(local, update, alpha, self._starts[index], param.shape)
 
         self.exchange.run(pack, solve, unpack)
+
+
+def _pieces(cut: Cut) -> Iterator[Piece]:
+    """Yield what each rank holds, without the ranks that hold nothing."""
+    rank = start = 0
+    for numel, ranks in cut.runs:
+        if numel:
+            for index in range(ranks):
+                yield Piece(rank + index, start + index * numel, numel)
+        rank, start = rank + ranks, start + ranks * numel
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
