@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import copy
-import weakref
 
 import pytest
 import torch
@@ -8,44 +7,16 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # as torch's documentation has it
 
+from testing.memory import PeakBytes
 from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
-from vescale.dtensor.state import full_state_dict, load_full_state_dict
+from vescale.dtensor.state import full_state_dict, load_full_state_dict, match_full_state
 
 
 def numbers(*shape):
     return torch.arange(torch.Size(shape).numel(), device=DEVICE, dtype=torch.float32).view(shape)
-
-
-class PeakBytes(TorchDispatchMode):
-    """Count the bytes of storages that operators make, and the most that live at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self._known = 0, 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {t.untyped_storage()._cdata for t in args if type(t) is torch.Tensor}
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if type(x) is torch.Tensor and x.untyped_storage()._cdata not in known:
-                self._count(x.untyped_storage())
-        return out
-
-    def _count(self, storage):
-        if storage._cdata in self._known:
-            return
-        nbytes = storage.nbytes()
-        self._known[storage._cdata] = nbytes
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, storage._cdata)
-
-    def _drop(self, key):
-        self.live -= self._known.pop(key, 0)
 
 
 WHOLES = {
@@ -146,9 +117,17 @@ def check_mistakes(rank, world_size):
     mesh = init_device_mesh(DEVICE, (world_size,))
     state = {"a": distribute_tensor(numbers(4, 3), mesh, [Shard(0)]), "n": 1}
     pending = DTensor.from_local(numbers(4, 3), mesh, [Partial()])
+    whole_numbers = {"a": distribute_tensor(numbers(4, 3).int(), mesh, [Shard(0)])}
+    nowhere = {"a": torch.empty(4, 3, device="meta")}
     for match, full, target in (
         (r"missing are \['n'\].*wants \['b'\]", {"a": numbers(4, 3), "b": 1}, state),
         (r"a has shape \(4, 2\)", {"a": numbers(4, 2), "n": 1}, state),
+        (
+            "a is torch.float32, which does not become torch.int32",
+            {"a": numbers(4, 3)},
+            whole_numbers,
+        ),
+        ("a is to be loaded .* meta", {"a": numbers(4, 3)}, nowhere),
         ("one side only", {"a": 1, "n": 1}, state),
         ("a is a DTensor", {"a": pending, "n": 1}, state),
         ("redistribute it first", {"a": numbers(4, 3)}, {"a": pending}),
@@ -208,7 +187,30 @@ def check_helpers_of_torch(rank, world_size):
             dcp_state.set_model_state_dict(module, whole, options=how)
 
 
+def check_own_and_partial_states(rank, world_size):
+    """Every rank has the whole state; some keys are missing, some are too many."""
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    target = make(mesh, world_size, torch.zero_)
+    full = {**WHOLES, "step": 3, "groups": [{"lr": 0.5, "betas": (0.9, 0.99)}]}
+    with CommDebugMode() as mode:
+        load_full_state_dict(target, full, src=None)
+    assert mode.get_total_counts() == 2  # the ranks agree that it fits; no tensor travels
+    for name, whole in WHOLES.items():
+        value = target[name].full_tensor() if name != "plain" else target[name]
+        assert torch.equal(value, whole), name
+    some = {"a": torch.zeros(3, device=DEVICE), "b": torch.zeros(3, device=DEVICE), "c": 1}
+    given = {"a": torch.ones(3), "x": torch.ones(3)} if rank == 0 else None
+    with pytest.raises(ValueError, match=r"missing are \['b'\], and nothing wants \['x'\]"):
+        match_full_state(some, given, optional={"c"})
+    matched = match_full_state(some, given, strict=False, optional={"c"})
+    assert (matched.missing, matched.unexpected, matched.absent) == (["b"], ["x"], ["b", "c"])
+    assert some["a"].sum() == 0
+    matched.copy_into(some)
+    assert (some["a"].sum(), some["b"].sum(), some["c"]) == (3, 0, 1)
+
+
 def check_line(rank, world_size):
+    check_own_and_partial_states(rank, world_size)
     check_out_and_in(rank, world_size)
     check_memory(rank, world_size)
     check_mistakes(rank, world_size)

@@ -7,7 +7,7 @@ ragged placements and offers no hook for them. A state is any nesting of dicts a
 ``get_optimizer_state_dict``: fill what they return, and hand it to their ``set_`` twins.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from vescale.dtensor.placement import RaggedShard
 from vescale.dtensor.spec import base_block, check_is_ours, layout_of, ragged_axis
 from vescale.dtensor.tensor import adopt
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
+__all__ = ["fill", "full_state_dict", "load_full_state_dict", "match_full_state"]
 
 Path = tuple[str | int, ...]
 
@@ -60,32 +60,91 @@ def full_state_dict(
 
 
 def load_full_state_dict(
-    target_state: dict[str, Any], full_state: dict[str, Any] | None, *, src: int = 0
+    target_state: dict[str, Any], full_state: dict[str, Any] | None, *, src: int | None = 0
 ) -> None:
     """Fill the tensors of ``target_state`` in place from whole ones that only rank ``src`` has.
 
     ``target_state`` holds DTensors of any placement, plain tensors and other values, the same
     keys on all ranks of the default group; ``full_state`` counts on global rank ``src`` only, and
     holds plain tensors, on any device. They are broadcast one at a time: a rank needs, beside its
-    parts, the memory of the largest. Values that are no tensors are replaced, in dicts and lists.
-    Dtypes become those of the targets.
+    parts, the memory of the largest. With ``src=None`` every rank has a full state of its own,
+    and nothing is broadcast. Values that are no tensors are replaced, in dicts and lists. Dtypes
+    become those of the targets.
 
-    Raises ValueError on all ranks, before any tensor is changed, when keys or shapes differ, or a
-    target is Partial or a ragged tensor of torch's own class.
+    Raises ValueError on all ranks, before any tensor is changed, when keys or shapes differ, a
+    dtype cannot become the target's (float to integer), or a target is Partial, on meta, or a
+    ragged tensor of torch's own class.
     """
     _check_is_dict("load_full_state_dict", target_state)
-    targets, mine = dict(_leaves(target_state)), dist.get_rank() == src
+    match_full_state(target_state, full_state, src=src).copy_into(target_state)
+
+
+def match_full_state(
+    target_state: dict[str, Any],
+    full_state: dict[str, Any] | None,
+    *,
+    src: int | None = 0,
+    strict: bool = True,
+    optional: Collection[str] = (),
+    allow_meta: bool = False,
+) -> "MatchedState":
+    """Check ``full_state`` against ``target_state`` as ``load_full_state_dict`` does; copy nothing.
+
+    With ``strict=False`` keys may be missing, or be there in vain; those named in ``optional``
+    may be missing in any case. With ``allow_meta=True`` targets may be on the meta device.
+    """
+    targets, mine = dict(_leaves(target_state)), src is None or dist.get_rank() == src
     wholes = dict(_leaves(full_state or {})) if mine else {}
     header = [{path: _describe(x) for path, x in wholes.items()}]
-    dist.broadcast_object_list(header, src=src)
+    if src is not None:
+        dist.broadcast_object_list(header, src=src)
     described = header[0]
-    _agree(_problem(targets, described))
-    device = _device(targets.values())
-    for path, whole in described.items():
-        if isinstance(whole, _Whole):
-            _fill(targets[path], _broadcast(wholes.get(path), whole, device, src))
-    values = {path: value for path, value in described.items() if not isinstance(value, _Whole)}
-    _replace(target_state, values)
+    absent = [path for path in targets if path not in described]
+    missing = [path for path in absent if _name(path) not in optional]
+    unexpected = [path for path in described if path not in targets]
+    problem = None
+    if strict and (missing or unexpected):
+        problem = f"missing are {_names(missing)}, and nothing wants {_names(unexpected)}"
+    _agree(problem or _problem(targets, described, allow_meta))
+    described = {path: value for path, value in described.items() if path in targets}
+    return MatchedState(
+        [*map(_name, missing)],
+        [*map(_name, unexpected)],
+        [*map(_name, absent)],
+        src,
+        described,
+        wholes,
+    )
+
+
+@dataclass(frozen=True)
+class MatchedState:
+    """A full state that fits its targets.
+
+    ``missing`` and ``unexpected`` are names of keys; ``absent`` are the missing ones and those
+    that were optional.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    absent: list[str]
+    src: int | None
+    described: dict[Path, Any]
+    wholes: dict[Path, Any]
+
+    def copy_into(self, target_state: dict[str, Any]) -> None:
+        """Fill ``target_state``, which has the keys that were checked, in place."""
+        targets = dict(_leaves(target_state))
+        device = _device(targets.values())
+        for path, whole in self.described.items():
+            if not isinstance(whole, _Whole):
+                continue
+            if self.src is None:
+                fill(targets[path], self.wholes[path].detach())
+            else:
+                fill(targets[path], _broadcast(self.wholes.get(path), whole, device, self.src))
+        values = {p: value for p, value in self.described.items() if not isinstance(value, _Whole)}
+        _replace(target_state, values)
 
 
 @dataclass(frozen=True)
@@ -103,12 +162,11 @@ def _describe(x: Any) -> Any:
     return _Whole(tuple(x.shape), x.dtype, isinstance(x, TorchDTensor))
 
 
-def _problem(targets: dict[Path, Any], described: dict[Path, Any]) -> str | None:
-    """Say why ``described`` cannot fill ``targets``, or return None."""
-    missing, unknown = targets.keys() - described.keys(), described.keys() - targets.keys()
-    if missing or unknown:
-        return f"missing are {_names(missing)}, and nothing wants {_names(unknown)}"
+def _problem(targets: dict[Path, Any], described: dict[Path, Any], allow_meta: bool) -> str | None:
+    """Say why a value of ``described`` cannot fill its target, or return None."""
     for path, target in targets.items():
+        if path not in described:
+            continue
         whole, name = described[path], _name(path)
         if isinstance(whole, _Whole) != isinstance(target, torch.Tensor):
             return f"{name} is a tensor on one side only"
@@ -118,10 +176,16 @@ def _problem(targets: dict[Path, Any], described: dict[Path, Any]) -> str | None
             return f"{name} is a DTensor in the full state; pass what full_state_dict() returns"
         if whole.shape != tuple(target.shape):
             return f"{name} has shape {whole.shape}, but its target has {tuple(target.shape)}"
+        if not torch.can_cast(whole.dtype, target.dtype):
+            return (
+                f"{name} is {whole.dtype}, which does not become {target.dtype}; convert it first"
+            )
         if isinstance(target, TorchDTensor) and any(p.is_partial() for p in target.placements):
             return f"{name} is to be loaded into {target.placements}; redistribute it first"
         if type(target) is TorchDTensor and ragged_axis(target.placements) is not None:
             return f"{name} is ragged but of torch's own class, so its parts are wrong"
+        if target.is_meta and not allow_meta:
+            return f"{name} is to be loaded into a tensor on the meta device; materialise it first"
     return None
 
 
@@ -155,8 +219,11 @@ def _broadcast(
     return whole
 
 
-def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of ``whole`` into ``target``, without another copy of it."""
+def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of ``whole`` [target.shape] into ``target``, without a copy of it.
+
+    ``target`` is a DTensor of any placement but Partial, or plain; no communication.
+    """
     if not isinstance(target, TorchDTensor):
         target.detach().copy_(whole)
         return
