@@ -16,7 +16,8 @@ class CountCollectives(TorchDispatchMode):
 
     Every group is taken to be the default one. Counted is what must leave the rank, whatever
     the algorithm: all but its own split of an all-to-all, its input once for each peer of an
-    all-gather, all but its own share of a reduce-scatter, and both of these for an all-reduce.
+    all-gather, all but its own share of a reduce-scatter, both of these for an all-reduce, and
+    what the source of a broadcast sends.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,9 @@ def _sent_nbytes(name: str, args: tuple) -> int:
         case "reduce_scatter_base" | "reduce_scatter_tensor":
             source = args[1] if name == "reduce_scatter_base" else args[0]
             return round(source.nbytes * share)
+        case "broadcast":
+            source = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+            return source.nbytes * (world_size - 1) if args[2] == rank else 0
         case "allreduce" | "all_reduce":
             source = args[0][0] if isinstance(args[0], list | tuple) else args[0]
             return round(2 * source.nbytes * share)

@@ -2,6 +2,8 @@
 """Fully sharded data parallel with torch's ``fully_shard`` API, on RaggedShard parameters."""
 
 import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
+from vescale.fsdp.full_parameters import iter_full_parameters
+from vescale.fsdp.full_state import load_full_state_dict
 from vescale.fsdp.fully_shard import fully_shard
 from vescale.fsdp.grad_norm import clip_grad_norm_
 from vescale.fsdp.granularity import (
@@ -11,6 +13,7 @@ from vescale.fsdp.granularity import (
     Rows,
     Whole,
 )
+from vescale.fsdp.init_empty import InitReport, init_empty
 from vescale.fsdp.module import FSDPModule, UnshardHandle
 from vescale.fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy
 from vescale.fsdp.reduce_settings import no_sync
@@ -21,11 +24,15 @@ __all__ = [
     "Elements",
     "FSDPModule",
     "Granularity",
+    "InitReport",
     "MixedPrecisionPolicy",
     "Rows",
     "UnshardHandle",
     "Whole",
     "clip_grad_norm_",
     "fully_shard",
+    "init_empty",
+    "iter_full_parameters",
+    "load_full_state_dict",
     "no_sync",
 ]
