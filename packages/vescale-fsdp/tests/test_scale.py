@@ -3,10 +3,12 @@
 
 import gc
 import tracemalloc
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from benchmarks.scale import measure_kept, measure_wrap
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -88,6 +90,16 @@ def test_a_step_calls_as_many_functions_on_10240_ranks_as_on_8(fake_group):
         for _ in range(2):
             step()
         calls[world_size] = count_calls(step)
+    assert calls[MANY] < 1.2 * calls[FEW], calls
+
+
+def test_planning_a_checkpoint_calls_as_many_functions_on_10240_ranks_as_on_8(fake_group):
+    calls = {}
+    for world_size in (FEW, MANY):
+        state = _wrapped(_mesh(fake_group, world_size)).state_dict()
+        plan = partial(create_default_local_save_plan, state, is_coordinator=False)
+        plan()
+        calls[world_size] = count_calls(plan)
     assert calls[MANY] < 1.2 * calls[FEW], calls
 
 
