@@ -23,9 +23,9 @@ class Log:
     def __enter__(self):
         gather, reduce = DBuffer.all_gather, DBuffer.reduce_scatter
 
-        def logged_gather(buffer):
+        def logged_gather(buffer, **options):
             self.events.append(("gather", self._names[id(buffer.plan)]))
-            return gather(buffer)
+            return gather(buffer, **options)
 
         def logged_reduce(buffer, *options):
             self.events.append(("reduce", self._names[id(buffer.plan)]))

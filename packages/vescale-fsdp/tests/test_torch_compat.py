@@ -19,6 +19,15 @@ def test_set_version_hides_a_write_from_autograd():
     assert view._version == 0
 
 
+def test_storage_references_count_every_view():
+    x = torch.zeros(4)
+    before = compat.storage_references(x)
+    views = [x[:2], torch.nn.Parameter(x.view(2, 2))]
+    assert compat.storage_references(x) == before + 2
+    del views
+    assert compat.storage_references(x) == before
+
+
 def test_current_backward_is_told_inside_of_hooks_only():
     seen = []
     x = torch.ones(1, requires_grad=True)

@@ -184,6 +184,18 @@ def gradient_penalty(model):
     (g.square().sum() + value(y)).backward()
 
 
+def penalty_kept_over_other_forwards(model):
+    """As of a discriminator: the penalty's graph is made first, and used last, by itself."""
+    rank = dist.get_rank()
+    x = inputs(rank, requires_grad=True)
+    (g,) = torch.autograd.grad(value(model(x)), x, create_graph=True)
+    value(model(inputs(rank, 1))).backward()
+    with torch.no_grad():
+        model(inputs(rank, 2))
+    value(model(inputs(rank, 3))).backward()
+    g.square().sum().backward()
+
+
 def bound_forward(model):
     forward = model.forward
     value(forward(inputs(dist.get_rank()))).backward()
@@ -215,6 +227,7 @@ SEQUENCES = [
     evaluations_between,
     a_forward_that_is_dropped,
     gradient_penalty,
+    penalty_kept_over_other_forwards,
     bound_forward,
     frozen_then_not,
     unit_alone,
@@ -309,6 +322,31 @@ def check_memory(rank, world_size):
         assert all(ref() is None for ref in shards)
     finally:
         gc.enable()
+
+
+def check_step_before_backward(rank, world_size):
+    """As without sharding: a backward through parameters that changed meanwhile is refused."""
+    model, _ = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = value(model(inputs(rank)))
+    value(model(inputs(rank, 1))).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"run backward before optimizer\.step"):
+        loss.backward()
+    model.reset_iter_state()
+    value(model(inputs(rank, 2))).backward()
+
+
+def check_zero_grad(rank, world_size):
+    """Also while the modules hold full parameters, which have no ``.grad``."""
+    model, _ = pair(reshard_after_forward=False)
+    for set_to_none in (False, True):
+        value(model(inputs(rank))).backward()
+        with torch.no_grad():
+            model(inputs(rank, 1))
+        model.zero_grad(set_to_none)
+        grads = [item.sharded.grad for g in param_groups(model) for item in g.managed]
+        assert all(grad is None if set_to_none else not grad.any() for grad in grads)
 
 
 def check_no_growth(rank, world_size):
@@ -461,6 +499,8 @@ def check_replaced(rank, world_size):
 
 def check_others(rank, world_size):
     check_memory(rank, world_size)
+    check_step_before_backward(rank, world_size)
+    check_zero_grad(rank, world_size)
     check_no_growth(rank, world_size)
     check_several_inputs(rank, world_size)
     check_hooks(rank, world_size)

@@ -18,6 +18,11 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
+def storage_references(tensor: torch.Tensor) -> int:
+    """Return how many tensors and others hold the memory of ``tensor``."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
 def current_backward() -> int:
     """Return the id of the backward pass that this thread runs, -1 outside of any."""
     return torch._C._current_graph_task_id()

@@ -11,8 +11,9 @@ S + T takes the place of S above, and a tensor that lies on several ranks is a f
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
-from vescale.fsdp._torch_compat import set_version
+from vescale.fsdp._torch_compat import set_version, storage_references
 from vescale.fsdp.collectives import Collectives
 from vescale.fsdp.planner import Plan
 
@@ -52,7 +53,7 @@ class DBuffer:
         self.shard: torch.Tensor | None = None
         self._full: torch.Tensor | None = None
         self._cuts: tuple[list[int], list[int]] | None = None
-        self._gathering: tuple[dist.Work | None, int] | None = None
+        self._gathering: tuple[dist.Work | None, int | None] | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
 
     @property
@@ -84,6 +85,7 @@ class DBuffer:
                     dtype=self.full_dtype,
                     device=self.device,
                 )
+            self._references = storage_references(self._full)
         elif not self.has_full:
             self._full.untyped_storage().resize_(self._full.nbytes)
         return self._full
@@ -174,15 +176,24 @@ class DBuffer:
         parts = shard.split(sizes)
         return [parts[at] for at in place]
 
-    def all_gather(self) -> None:
+    def full_views(self) -> int:
+        """Return how many tensors are views of the full buffer now, or keep its memory else.
+
+        A collective under way, or ended just now, counts too.
+        """
+        return storage_references(self._full) - self._references
+
+    def all_gather(self, *, modified: bool = False) -> None:
         """Launch the gather of all shards into the full buffer: one collective, no copy around it.
 
         The backend reads the shard and writes where the tensors are used. Where the dtypes differ,
         the shard is cast once, straight into this rank's slot. What ``keep`` left is gathered
         instead, if anything. Call ``wait_gather`` before use.
+
+        To autograd the full buffer is what it was, unless ``modified`` says that shards changed.
         """
         full = self.allocate_full()
-        version, work = full._version, None
+        version, work = None if modified else full._version, None
         if full.numel() and self._kept is not None:
             source, collectives = self._kept
             work = collectives.all_gather(full, source)
@@ -204,9 +215,11 @@ class DBuffer:
         if work is not None:
             work.wait()
         self._kept = None  # not before the gather has read it
-        # The contents are what they were when autograd saved them: not a modification. Only now,
-        # because gloo counts its writes from a thread of its own.
-        set_version(self._full, version)
+        # Only now, because gloo counts its writes from a thread of its own.
+        if version is None:
+            increment_version(self._full)
+        else:
+            set_version(self._full, version)
 
     def reduce_scatter(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
         """Launch the reduction of the full buffer over the ranks into a new ``shard`` [S + T].

@@ -99,6 +99,13 @@ class FSDPModule(GatherSettings, ReduceSettings):
             unit.reshard()
         return super().state_dict(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, also of sharded parameters while modules hold the full ones."""
+        super().zero_grad(set_to_none)
+        for unit in units_of(self, recurse=True):
+            for group in unit.groups:
+                group.zero_grad(set_to_none)
+
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         unit = unit_of(self)
         unit.reshard()

@@ -65,7 +65,10 @@ class ParamGroup:
         self.weights: DBuffer | None = None
         self.reduction: Reduction | None = None
         self._version = -1
+        self._gathered_before = False
+        self.second_order = False  # a backward that is differentiated itself has used it
         self._listener: weakref.WeakMethod | None = None
+        self._taker: weakref.WeakMethod | None = None
 
     def twin(self, managed: list[Managed]) -> "ParamGroup":
         """Return a group for copies of the parameters, laid out alike in memory of its own.
@@ -87,9 +90,11 @@ class ParamGroup:
             item.local = local_of(item.sharded)
         return fresh
 
-    def listen(self, on_use: Callable[[], None]) -> None:
-        """Call this bound method, held weakly, when backward needs the full parameters."""
+    def listen(self, on_use: Callable[[], None], on_gradient: Callable[[], None]) -> None:
+        """Call these bound methods, held weakly, when backward needs the full parameters, and when
+        it has a gradient of one."""
         self._listener = weakref.WeakMethod(on_use)
+        self._taker = weakref.WeakMethod(on_gradient)
 
     def used_in_backward(self) -> None:
         """Tell the unit that backward needs a tensor that lies in the full buffer."""
@@ -222,11 +227,13 @@ class ParamGroup:
                 "model.to_empty(device=...) and initialise them, or load a checkpoint, first."
             )
         version = self._sharded_version()
-        if version != self._version:
+        changed = version != self._version
+        modified, self._gathered_before = self._gathered_before and changed, True
+        if changed:
             self.weights.drop_kept()
         self._version = version
         with torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"):
-            self.weights.all_gather()
+            self.weights.all_gather(modified=modified)
         watch(self.weights.full, self.used_in_backward)
         self.state = State.GATHERING
 
@@ -260,10 +267,15 @@ class ParamGroup:
             return
         self.weights.wait_gather()
         unwatch(self.weights.full)
-        if keep is None or not self.weights.full.numel():
-            self.weights.free_full()
-        else:
-            self.weights.keep(self.data.subgroup(keep))
+        # What a differentiated backward saves it saves outside of every forward: nobody could
+        # bring it back, so the memory stays until that graph is gone.
+        held = self.second_order and self.weights.full_views() > len(self.managed)
+        if not held:
+            self.second_order = False
+            if keep is None or not self.weights.full.numel():
+                self.weights.free_full()
+            else:
+                self.weights.keep(self.data.subgroup(keep))
         self.state = State.SHARDED
         for item in self.managed:
             item.register(item.sharded)
@@ -295,6 +307,9 @@ class ParamGroup:
 
     def take_gradient(self, index: int) -> None:
         """Move the gradient that autograd just left on a gathered parameter into the buffer."""
+        method = self._taker() if self._taker is not None else None
+        if method is not None:
+            method()
         self.reduction.take(index, self.managed[index].take_gradient())
 
     def start_reduce(self) -> None:
@@ -314,6 +329,17 @@ class ParamGroup:
         """Put the result of the reduction under way, if any, into the sharded ``.grad``."""
         with self._naming_failures("reduction of the gradients"):
             self.reduction.finish()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Reset the sharded gradients, whichever form the modules hold now."""
+        for item in self.managed:
+            grad = item.sharded.grad
+            if grad is None:
+                continue
+            if set_to_none:
+                item.sharded.grad = None
+            else:
+                grad.detach_().zero_()
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Return to the state before a forward: nothing under way, nothing gathered.

@@ -9,7 +9,7 @@ and lies in a group's full buffer brings the group back when backward asks for i
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,16 +22,19 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 # Full buffers that have memory now, by its address, and whom to tell about a use in backward.
-_owners: dict[int, weakref.WeakMethod] = {}
+_Owner = tuple[weakref.ref[torch.Tensor], weakref.WeakMethod]
+_owners: dict[int, _Owner] = {}
 
 
 def watch(buffer: torch.Tensor, on_use: Callable[[], None]) -> None:
     """Call the bound method ``on_use`` whenever backward needs a tensor saved from ``buffer``.
 
-    ``buffer`` has memory now; call ``unwatch`` before it is given back. Tensors saved in between
-    stay watched. ``on_use`` is held weakly.
+    ``buffer`` is a whole storage that has memory now; call ``unwatch`` before it is given back.
+    Tensors saved in between stay watched. Both are held weakly: what is saved is the place in the
+    buffer, so that whoever else refers to its memory can be told apart.
     """
-    _owners[buffer.untyped_storage().data_ptr()] = weakref.WeakMethod(on_use)
+    owner = weakref.ref(buffer), weakref.WeakMethod(on_use)
+    _owners[buffer.untyped_storage().data_ptr()] = owner
 
 
 def unwatch(buffer: torch.Tensor) -> None:
@@ -56,28 +59,67 @@ def saved_tensor_watch() -> AbstractContextManager:
     return saved_tensors_hooks(_pack, _unpack)
 
 
+class _Place(NamedTuple):
+    """A saved tensor that is a view of a watched buffer."""
+
+    owner: _Owner
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    version: int
+
+
 def _pack(tensor: torch.Tensor) -> Any:
-    on_use, memory = None, tensor
+    owner, memory = None, tensor
     if isinstance(tensor, DTensor):  # a tensor-parallel parameter, or a view of one
         memory = local_of(tensor)
     if type(memory) in _PLAIN and memory.layout is torch.strided:
-        on_use = _owners.get(memory.untyped_storage().data_ptr())
+        owner = _owners.get(memory.untyped_storage().data_ptr())
+    # The version, because torch checks none where hooks are in force.
+    version = tensor._version
+    if owner is not None and memory is tensor and _is_view(tensor, owner[0]()):
+        return _Place(owner, tensor.size(), tensor.stride(), tensor.storage_offset(), version)
     if tensor.grad_fn is not None:
         tensor = tensor.detach()  # its node would hold it, and it its node
-    # The version, because torch checks none where hooks are in force.
-    return tensor, on_use, tensor._version
+    return owner, tensor, version
 
 
-def _unpack(saved: tuple[torch.Tensor, weakref.WeakMethod | None, int]) -> torch.Tensor:
-    tensor, on_use, version = saved
-    if on_use is not None:
-        call = on_use()
-        if call is not None:
-            call()
+def _is_view(tensor: torch.Tensor, buffer: torch.Tensor | None) -> bool:
+    if buffer is None or tensor.dtype != buffer.dtype:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if type(saved) is _Place:
+        tensor, version = _in_place(saved), saved.version
+    else:
+        owner, tensor, version = saved
+        if owner is not None:
+            _tell(owner)
     if tensor._version != version:
         raise RuntimeError(
             "a tensor that backward needs was modified by an inplace operation after the forward "
             f"saved it: shape {tuple(tensor.shape)}, saved at version {version}, now at version "
-            f"{tensor._version}; clone it before the modification."
+            f"{tensor._version}; clone it before the modification, or, if it is a parameter, run "
+            "backward before optimizer.step() or load_state_dict()."
         )
     return tensor
+
+
+def _tell(owner: _Owner) -> None:
+    call = owner[1]()
+    if call is not None:
+        call()
+
+
+def _in_place(saved: _Place) -> torch.Tensor:
+    buffer = saved.owner[0]()
+    if buffer is None:
+        raise RuntimeError(
+            "backward needs full parameters of a wrapped module that was deleted, moved or cast "
+            f"after its forward: shape {tuple(saved.size)}; run backward before that."
+        )
+    _tell(saved.owner)
+    with torch.no_grad():
+        return buffer.as_strided(saved.size, saved.stride, saved.offset)

@@ -34,7 +34,6 @@ class Schedule:
         self._units: list[weakref.ref[Unit]] = []
         self._depth = 0
         self._in_backward = False
-        self._keep_gathered = False
         self._forward_order: list[int] = []  # by start of forward, in the running iteration
         self._last_forward_order: list[int] = []  # and in the one before
         self._forward_cursor = 0
@@ -80,10 +79,9 @@ class Schedule:
     def _start_iteration(self) -> None:
         for unit in self._live():
             # Also a root that was kept for a backward: an optimizer may have stepped since.
-            if self._keep_gathered or unit.kept_by_default:
+            if unit.kept_by_default:
                 unit.reshard()
             unit.drop_kept()
-        self._keep_gathered = False
         if self._forward_order:
             self._last_forward_order = self._forward_order
         self._forward_order, self._backward_order = [], []
@@ -132,23 +130,12 @@ class Schedule:
 
     # --- backward ---------------------------------------------------------------------------
 
-    def enter_backward(self, *, keep_gathered: bool) -> None:
-        """Note that backward reached a unit; the first call waits for the end of the pass.
-
-        ``keep_gathered`` is for a backward that is differentiated itself: what it saves of the
-        full parameters lies outside every forward, so they stay until an ordinary backward has
-        ended, a forward starts anew, or ``reshard()``.
-        """
+    def enter_backward(self) -> None:
+        """Note that backward reached a unit; the first call waits for the end of the pass."""
         if not self._in_backward:
             self._in_backward = True
-            self._keep_gathered = keep_gathered
             self._backward_cursor = len(self._backward_order)
             on_backward_end(self._leave_backward)
-
-    @property
-    def keeps_gathered(self) -> bool:
-        """Whether full parameters must outlive this backward."""
-        return self._keep_gathered
 
     def prefetch_backward(self, unit: "Unit") -> None:
         """Gather the unit that ended its forward just before ``unit`` did."""
@@ -227,7 +214,7 @@ class Schedule:
         ``drop_gradients`` also forgets gradients that were not reduced: some may be missing.
         """
         self._depth = 0
-        self._in_backward = self._keep_gathered = False
+        self._in_backward = False
         self._forward_order, self._backward_order = [], []
         self._armed.clear()
         self._ready.clear()

@@ -67,7 +67,7 @@ class Unit:
         self.kept_by_default = False  # gathered still, by a forward and nobody's wish
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         for group in groups:
-            group.listen(self.before_backward)
+            group.listen(self.before_backward, self.gradient_arrived)
 
     @property
     def all_groups(self) -> list[ParamGroup]:
@@ -202,15 +202,23 @@ class Unit:
     def before_backward(self) -> None:
         """Have the full parameters in place: backward reached the unit."""
         groups = self.all_groups
+        if torch.is_grad_enabled():
+            for group in groups:
+                group.second_order = True
         if self.in_backward and all(group.state is State.GATHERED for group in groups):
             return
         if current_backward() == -1:  # somebody looks into the graph
             self.unshard()
             return
         self.in_backward = True
-        self.schedule.enter_backward(keep_gathered=torch.is_grad_enabled())
+        self.schedule.enter_backward()
         self.unshard()
         self.schedule.prefetch_backward(self)
+
+    def gradient_arrived(self) -> None:
+        """Have the pass's end noticed, also where nothing that a forward saved leads here."""
+        if self.schedule is not None and current_backward() != -1:
+            self.schedule.enter_backward()
 
     def inputs_done(self, call: _Call) -> None:
         """Note that the inputs of ``call`` have their gradients; the last call ends the unit."""
@@ -222,14 +230,14 @@ class Unit:
         self._reshard_in_backward()
 
     def _reshard_in_backward(self) -> None:
-        if self.reshard_after_backward and not self.schedule.keeps_gathered:
+        if self.reshard_after_backward:
             self.reshard()
             self.in_backward = False
 
     def leave_backward(self) -> None:
         """Free the full parameters: the pass has ended."""
         self.in_backward = False
-        if self.reshard_after_backward and not self.schedule.keeps_gathered:
+        if self.reshard_after_backward:
             self.reshard()
             self.drop_unclaimed()
 
