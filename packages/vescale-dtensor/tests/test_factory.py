@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
+import warnings
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 import vescale.dtensor as vd
 from testing.ranks import DEVICE
 from vescale.dtensor import DTensor, RaggedShard, distribute_tensor
 from vescale.dtensor.debug import CommDebugMode
+from vescale.dtensor.tensor import adopt
 
 UNITS = {1: (4,), 2: (1, 3), 3: (1, 0, 3), 4: (2, 0, 1, 1)}
 
@@ -109,9 +112,27 @@ def check_factories(rank, world_size):
         vd.zeros(3, device_mesh=mesh, layout=torch.sparse_coo)
 
 
+def check_parameters_warn_of_nothing(rank, world_size):
+    """A part has no gradient of its own, so no operator needs to leave it behind with a warning."""
+    mesh = init_device_mesh(DEVICE, (world_size,))
+    weight = torch.nn.Parameter(numbers(8, 6))
+    for placement in (Shard(0), Replicate(), RaggedShard((0,), UNITS[world_size])):
+        made = [distribute_tensor(weight, mesh, [placement])]
+        if not isinstance(placement, RaggedShard):
+            stock = torch_distribute_tensor(weight, mesh, [placement])
+            made += [adopt(stock), *vd.redistribute_many([stock], [placement])]
+        for x in made:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                (x * x).full_tensor().sum().backward()
+            assert x.requires_grad
+        assert torch.equal(made[0].grad.full_tensor(), 2 * weight)
+
+
 def check_factory(rank, world_size):
     check_distribute(rank, world_size)
     check_factories(rank, world_size)
+    check_parameters_warn_of_nothing(rank, world_size)
     if world_size == 4:
         check_distribute_on_a_square(rank, world_size)
 

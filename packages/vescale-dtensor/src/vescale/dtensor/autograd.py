@@ -119,7 +119,7 @@ class FromTorch(torch.autograd.Function):
         ctx.like = None
         if from_local_needs_gradient and not x.is_leaf:
             ctx.like = torch.empty_like(x._local_tensor, device="meta"), x.device, x._spec
-        return wrap(cls, x._local_tensor, x._spec, requires_grad=x.requires_grad)
+        return wrap(cls, without_grad(x._local_tensor), x._spec, requires_grad=x.requires_grad)
 
     @staticmethod
     def backward(ctx, grad):
@@ -155,6 +155,11 @@ def _moved_back(grad: TorchDTensor, placements: tuple[Placement, ...]) -> TorchD
     if ragged_axis(placements) is None:
         return grad.redistribute(placements=placements)
     return Redistribute.apply(grad, placements, None, None, False)
+
+
+def without_grad(local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` without a gradient: torch's ``distribute_tensor`` gives a part its own."""
+    return local.detach() if local.requires_grad else local
 
 
 def _ours(grad: TorchDTensor, cls: type) -> TorchDTensor:

@@ -247,9 +247,7 @@ class DTensor(TorchDTensor):
             )
         if torch.is_grad_enabled() and self.requires_grad:
             return autograd.AsTorch.apply(self)
-        local = self._local_tensor
-        if local.requires_grad:  # made by from_local of a tensor with a gradient
-            local = local.detach()
+        local = autograd.without_grad(self._local_tensor)
         return wrap(TorchDTensor, local, self._spec, requires_grad=False)
 
     def __create_write_items__(self, fqn: str, object: object) -> list:
@@ -281,7 +279,8 @@ def adopt(x: TorchDTensor) -> DTensor:
 
 
 def _as_ours(x: TorchDTensor) -> DTensor:
-    return wrap(DTensor, x._local_tensor, x._spec, requires_grad=x.requires_grad)
+    local = autograd.without_grad(x._local_tensor)
+    return wrap(DTensor, local, x._spec, requires_grad=x.requires_grad)
 
 
 def make_ragged(
