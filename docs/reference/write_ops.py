@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from vescale.dtensor.ops.foreach import foreach, foreach_inplace
+from vescale.dtensor.ops.loss import LOSSES
 from vescale.dtensor.ops.norm import NORMS
 from vescale.dtensor.ops.pointwise import SHAPED_ALIKE
 from vescale.dtensor.ops.random import RANDOM
@@ -37,7 +38,8 @@ TABLES = {
     "Norms": NORMS,
     "Reductions": REDUCTIONS,
     "Views": VIEWS,
-    "Random fills": RANDOM,
+    "Losses": LOSSES,
+    "Random numbers": RANDOM,
 }
 TEXTS = {
     ELEMENTS: "The result is laid out as the operands are. Operands of one call are cut alike, or "
@@ -47,20 +49,28 @@ TEXTS = {
     "`x.to(...)`.",
     "Reductions": "Over all dims, or over some. One all-reduce for each mesh axis that cuts what\n"
     "is reduced, and none where the reduced dims lie inside whole rows. `max` and `min` are those\n"
-    "of all elements: with a dim they would return indices, which `amax` and `amin` do not.",
+    "of all elements: with a dim they would return indices, which `amax` and `amin` do not.\n"
+    "`var` and `std` are two reductions, of the values and of their deviations.",
     "Norms": "`_foreach_norm` needs one all-reduce per mesh axis for the whole list.",
     "Views": "The local memory stays; the row-major order does, too. `expand` copies.",
-    "Random fills": "In place, equal bit by bit to those of one device when all ranks seed alike.",
+    "Losses": "Element by element, then one of the reductions. The target is cut like the\n"
+    "input, or replicated.",
+    "Random numbers": "Equal bit by bit to those of one device when all ranks seed alike.\n"
+    "Parameters are numbers, or plain tensors that are the same on all ranks.",
 }
 OPENING = """\
 # Operators on ragged tensors
 
 {count} operators of `aten`, overloads counted, run on a tensor with a `RaggedShard`. Operators that
-are made of others (`flatten`, `square`, `nn.functional.mse_loss`) run if their parts do. Everything
+are made of others (`flatten`, `square`, `nn.functional.l1_loss`) run if their parts do. Everything
 else raises `NotImplementedError`, which names the operator, the placements and the remedy:
-`redistribute` to `Replicate` or `Shard` first. No operator but `copy_` moves data silently; what
-communicates at all is said below, and what it costs in
-[What a RaggedShard costs](../explanation/costs-of-ragged-shard.md).
+`redistribute` to `Replicate` or `Shard` first, or take `full_tensor()`. A product with a ragged
+tensor (`aten.mm`, `nn.functional.linear`) is such a one; its message may name the transposition,
+`aten.t`, that comes before. Of the overloads of a name in these tables, those that would need whole
+tensors are refused too, such as `index_put_` other than `x[mask] = number`.
+
+No operator but `copy_` moves data silently; what communicates at all is said below, and what it
+costs in [What a RaggedShard costs](../explanation/costs-of-ragged-shard.md).
 
 Operators on plain placements are torch's own, whatever this page says. It was written from the
 tables of the dispatch, by `docs/reference/write_ops.py`, with torch {torch}.

@@ -104,6 +104,8 @@ OPTIMIZERS = [
     (torch.optim.Adamax, {}, "foreach"),
     (torch.optim.Rprop, {}, "foreach loop"),
     (torch.optim.RAdam, {}, "foreach"),
+    (torch.optim.ASGD, {}, "foreach loop"),
+    (torch.optim.Adadelta, {}, "foreach loop"),
 ]
 WAYS = {
     "foreach": {"foreach": True},

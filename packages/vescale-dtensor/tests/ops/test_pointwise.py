@@ -135,6 +135,14 @@ def check_mixed_operands(rank, world_size):
                 function(x, other)
             with pytest.raises(NotImplementedError, match=r"redistribute"):
                 torch.add(x, x, out=other)
+    y = distribute_tensor(t, mesh, x.placements)
+    same_dtype(x.clone().floor_divide_(y).full_tensor(), s.clone().floor_divide_(t))
+    z, u = x.clone(), s.clone()
+    z[z > 0], u[u > 0] = 3.0, 3.0
+    same_dtype(z.full_tensor(), u)
+    for wrong in (lambda: z.__setitem__(0, 1.0), lambda: z.__setitem__(z > 0, t[t > 0])):
+        with pytest.raises(NotImplementedError, match=r"redistribute"):
+            wrong()
     with pytest.raises(NotImplementedError, match="implicit_replication"):
         x + t
     with pytest.raises(NotImplementedError, match="redistribute"):

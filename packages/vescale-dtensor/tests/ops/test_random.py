@@ -58,6 +58,21 @@ def check_random(rank, world_size):
     whole = torch.empty(20, 6, device=DEVICE).normal_(generator=twin)
     x.normal_(generator=mine)
     assert torch.equal(x.full_tensor(), whole)
+    for make in (
+        torch.rand_like,
+        torch.randn_like,
+        lambda t: torch.rand_like(t, dtype=torch.float64),
+        lambda t: torch.randint_like(t, 9),
+        lambda t: torch.randint_like(t, 3, 9, dtype=torch.int32),
+        lambda t: t.clone().bernoulli_(torch.full((), 0.3, device=DEVICE)),
+    ):
+        torch.manual_seed(8)
+        expected = make(whole)
+        torch.manual_seed(8)
+        found = make(x)
+        assert found.placements == x.placements
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.full_tensor(), expected)
     meta = torch.empty_like(x, device="meta")
     assert meta.normal_() is meta
     with pytest.raises(NotImplementedError, match="redistribute"):

@@ -91,11 +91,22 @@ def check_whole(rank, world_size):
         ):
             close(function(x), function(s))
         assert x.isnan().any().item()
+    for placement, function in itertools.product(every, (torch.var, torch.std)):
+        x = distribute_tensor(t, mesh, [placement])
+        close(function(x), function(t))
+        close(function(x, correction=0), function(t, correction=0))
+        for found, expected in zip(torch.var_mean(x), torch.var_mean(t), strict=True):
+            close(found, expected)
     y = distribute_tensor(t, mesh, every[:1])
     z = y.clone()
     assert torch.equal(y, z)
-    z.to_local().add_(rank == world_size - 1)
+    assert torch.allclose(y, z)
+    z.to_local().add_(1e-3 * (rank == world_size - 1))
     assert not torch.equal(y, z)
+    assert not torch.allclose(y, z)
+    assert torch.allclose(y, z, atol=1e-2)
+    with pytest.raises(NotImplementedError, match=r"aten\.allclose.*cut alike"):
+        torch.allclose(y, t)
     with pytest.raises(NotImplementedError, match="redistribute"):
         torch.equal(y, distribute_tensor(t, mesh, [Replicate()]))
 
@@ -113,6 +124,8 @@ OF_DIMS = [
     lambda t, d, k: torch.linalg.vector_norm(t, math.inf, d, keepdim=k),
     lambda t, d, k: torch.linalg.vector_norm(t, -math.inf, d, keepdim=k),
     lambda t, d, k: t.norm(3, d, keepdim=k),
+    lambda t, d, k: t.var(d, keepdim=k),
+    lambda t, d, k: t.bfloat16().std(d, correction=0, keepdim=k),
 ]
 
 
@@ -155,6 +168,7 @@ def check_empty(rank, world_size):
     for function in (torch.sum, torch.mean, torch.any, torch.all, torch.linalg.vector_norm):
         close(function(x), function(t))
     close(x.sum(0), t.sum(0))
+    close(x.var(), t.var())
     close(x.any(0), t.any(0))
     for function in (torch.max, torch.amin, lambda t: t.amax(0)):
         with pytest.raises((RuntimeError, IndexError)):

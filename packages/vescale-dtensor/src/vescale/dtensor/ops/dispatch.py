@@ -5,6 +5,7 @@ import torch
 
 from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.ops.foreach import foreach, foreach_inplace
+from vescale.dtensor.ops.loss import LOSSES
 from vescale.dtensor.ops.norm import NORMS
 from vescale.dtensor.ops.operands import unsupported
 from vescale.dtensor.ops.pending import check_pending
@@ -23,7 +24,7 @@ from vescale.dtensor.spec import check_is_ours, layout_of
 
 _FUSED = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"}
 _NOT_ELEMENTWISE = {"_foreach_max", "_foreach_mm", "_foreach_norm", "_foreach_powsum"}
-_handlers = {**SHAPED_ALIKE, **NORMS, **REDUCTIONS, **RANDOM, **VIEWS}
+_handlers = {**SHAPED_ALIKE, **NORMS, **REDUCTIONS, **LOSSES, **RANDOM, **VIEWS}
 
 
 def dispatch(cls, func, types, args=(), kwargs=None):

@@ -5,7 +5,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from vescale.dtensor._torch_compat import TorchDTensor, list_kernel, wrap
-from vescale.dtensor.ops.operands import alike, local_operand, rewrap, unsupported
+from vescale.dtensor.ops.operands import alike, local_operand, mixed, rewrap, unsupported
 from vescale.dtensor.spec import check_is_ours, layout_of
 
 
@@ -111,6 +111,8 @@ def _single(func, a):
 def _beside_plain(func, x, ref):
     """Return the local part of ``x`` next to a tensor that is not ragged."""
     if isinstance(x, TorchDTensor):
+        if _is_ragged(x) and isinstance(ref, torch.Tensor) and not isinstance(ref, TorchDTensor):
+            mixed(func, ref, x)
         return _single(func, x)
     if isinstance(x, torch.Tensor) and isinstance(ref, TorchDTensor) and x.ndim > 0:
         unsupported(func, "a plain tensor is mixed with a DTensor", ref)

@@ -26,7 +26,19 @@ def unsupported(func, reason: str, *tensors: object) -> NoReturn:
     """Raise NotImplementedError naming the operator, the placements and the remedy."""
     placements = [str(x._spec.placements) for x in tensors if isinstance(x, TorchDTensor)]
     raise NotImplementedError(
-        f"{func} on {', '.join(placements)}: {reason}; redistribute to Replicate or Shard first."
+        f"{func} on {', '.join(placements)}: {reason}; redistribute to Replicate or Shard first, "
+        "or take full_tensor()."
+    )
+
+
+def mixed(func, plain: torch.Tensor, ref: TorchDTensor) -> NoReturn:
+    """Raise NotImplementedError for a plain tensor beside a ragged one, with the remedies."""
+    raise NotImplementedError(
+        f"{func} mixes a plain tensor of shape {tuple(plain.shape)} with a DTensor of "
+        f"{ref._spec.placements}; distribute_tensor or DTensor.from_local makes a DTensor of it, "
+        "vescale.dtensor.state.load_full_state_dict loads whole states of models and optimizers, "
+        "and torch.distributed.tensor.experimental.implicit_replication() lets operators read a "
+        "plain tensor that is the same on every rank."
     )
 
 
@@ -100,24 +112,28 @@ def local_operand(func, a: object, ref: TorchDTensor) -> object:
             return a._local_tensor
         if layout_of(a._spec) is not None:
             if not _same_rows(a, ref):
-                unsupported(func, "the operands are cut differently", ref, a)
+                _cut_differently(func, a, ref)
             block = a._local_tensor.view(layout_of(a._spec).block_shape)
             return block.expand(layout_of(ref._spec).block_shape).reshape(-1)
         if a._spec.mesh != ref._spec.mesh:
             unsupported(func, "the operands are on different meshes", ref, a)
         if not all(placement.is_replicate() for placement in a._spec.placements):
-            unsupported(func, "the operands are placed differently", ref, a)
+            _cut_differently(func, a, ref)
         return a._local_tensor if a.ndim == 0 else slice_of(func, a._local_tensor, ref)
     if isinstance(a, torch.Tensor) and a.ndim > 0:
         if a.numel() != 1 and not implicit_replication_enabled():
-            raise NotImplementedError(
-                f"{func} mixes a plain tensor of shape {tuple(a.shape)} with a DTensor of "
-                f"{ref._spec.placements}; if every rank holds the same values, use "
-                "torch.distributed.tensor.experimental.implicit_replication(), else "
-                "distribute_tensor or DTensor.from_local."
-            )
+            mixed(func, a, ref)
         return slice_of(func, a, ref)
     return a
+
+
+def _cut_differently(func, a: TorchDTensor, ref: TorchDTensor) -> NoReturn:
+    how = "cut" if layout_of(a._spec) is not None else "placed"
+    raise NotImplementedError(
+        f"{func} on {ref._spec.placements}, {a._spec.placements}: the operands are {how} "
+        "differently; redistribute one to the placements of the other, as in "
+        "y.redistribute(placements=x.placements)."
+    )
 
 
 def slice_of(func, whole: torch.Tensor, ref: TorchDTensor) -> torch.Tensor:

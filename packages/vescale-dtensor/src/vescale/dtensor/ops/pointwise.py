@@ -7,6 +7,7 @@ from vescale.dtensor._torch_compat import TorchDTensor, kernel, wrap
 from vescale.dtensor.ops.operands import (
     alike,
     local_operand,
+    mixed,
     result_like,
     rewrap,
     same_layout,
@@ -33,6 +34,7 @@ LIKE_POINTWISE = {
     aten.elu_backward.default,
     aten.floor_divide.default,
     aten.floor_divide.Scalar,
+    aten.floor_divide_.Tensor,
     aten.hardshrink_backward.default,
     aten.hardsigmoid_backward.default,
     aten.hardswish.default,
@@ -70,7 +72,9 @@ def pointwise(func, args, kwargs, ref):
 def pointwise_inplace(func, args, kwargs, ref):
     """Run ``func`` in place on the local part of the first argument, and return that argument."""
     target = args[0]
-    if target is not ref and not (isinstance(target, TorchDTensor) and same_layout(target, ref)):
+    if not isinstance(target, TorchDTensor):
+        mixed(func, target, ref)
+    if target is not ref and not same_layout(target, ref):
         unsupported(func, "the tensor written to is placed differently", *args)
     kernel(func)(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
     return target

@@ -5,6 +5,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
 
 from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.ops.operands import checked_dims, same_layout, unsupported
@@ -16,6 +17,7 @@ from vescale.dtensor.ops.reduction import (
     reduce,
     split_axes,
 )
+from vescale.dtensor.spec import layout_of
 
 aten = torch.ops.aten
 
@@ -124,12 +126,34 @@ def _logical(op: str):
     return handler
 
 
+def _variance(func, args, kwargs, ref):
+    """``var``, ``std`` and both with the mean: two reductions, of the values and of deviations."""
+    bound = bind(func, args, kwargs)
+    dims, keepdim, dtype = dims_of(bound, ref), bound["keepdim"], ref.dtype
+    if not dtype.is_floating_point:
+        unsupported(func, "it takes real floating point numbers only", ref)
+    correction = 1 if bound["correction"] is None else bound["correction"]
+    x = aten._to_copy.default(ref, dtype=accumulation_dtype(dtype))
+    count = math.prod(ref.shape[dim] for dim in dims) if dims and ref.ndim else ref.numel()
+    over = dims or list(range(ref.ndim))
+    mean = x.sum(over, keepdim=True) / count
+    if layout_of(mean._spec) is None:  # a Shard of another axis may be left
+        mean = mean.redistribute(placements=[Replicate()] * mean._spec.mesh.ndim)
+    value = (x - mean).square().sum(over, keepdim=keepdim) / max(count - correction, 0)
+    name = func._schema.name.removeprefix("aten::")
+    value = aten._to_copy.default(value.sqrt() if name.startswith("std") else value, dtype=dtype)
+    if not name.endswith("_mean"):
+        return value
+    mean = mean if keepdim else mean.view(value.shape)
+    return value, aten._to_copy.default(mean, dtype=dtype)
+
+
 def _equal(func, args, kwargs, ref):
-    """``torch.equal``: the same answer on all ranks."""
-    a, b = args
+    """``torch.equal`` and ``allclose``: the same answer on all ranks."""
+    a, b = args[:2]
     if not all(isinstance(x, TorchDTensor) and same_layout(x, ref) for x in (a, b)):
         unsupported(func, "both tensors must be cut alike", a, b)
-    same = func(a._local_tensor, b._local_tensor)
+    same = func(a._local_tensor, b._local_tensor, *args[2:], **kwargs)
     flag = torch.full((), int(same), dtype=torch.int32, device=ref._local_tensor.device)
     groups = groups_of(ref._spec.mesh, split_axes(ref._spec))
     return bool(combine(flag, "min", groups))
@@ -179,5 +203,10 @@ REDUCTIONS = {
     aten.all.dim: _logical("min"),
     aten.all.dims: _logical("min"),
     aten.equal.default: _equal,
+    aten.allclose.default: _equal,
+    aten.var.correction: _variance,
+    aten.std.correction: _variance,
+    aten.var_mean.correction: _variance,
+    aten.std_mean.correction: _variance,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _check_finite_and_unscale,
 }
