@@ -21,7 +21,9 @@ def test_a_number_of_ranks_is_one_that_no_bool_stands_for(value, shards, expecte
 
 def test_one_rank_keeps_everything_and_says_so():
     with pytest.warns(UserWarning, match="keeps the full parameters, as False does"):
-        assert reshard_over(1, 4) is False
+        check_reshard(1)
+    assert reshard_over(1, 4) is False
+    assert reshard_over(1, 1) is False
 
 
 @pytest.mark.parametrize("value", [0, -2, 3, 8])

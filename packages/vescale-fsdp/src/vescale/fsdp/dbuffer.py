@@ -101,16 +101,15 @@ class DBuffer:
         return self._kept is not None
 
     def keep(self, group: dist.ProcessGroup) -> None:
-        """Give the full buffer's memory back but for this rank's part of it among ``group``.
+        """Copy this rank's part of the full buffer among ``group``, to gather from next time.
 
-        ``group`` has K of the N ranks, which together keep everything: a copy of [N * S / K] each.
-        The next gather takes place between them, and ends it.
+        ``group`` has K of the N ranks, which together keep everything: [N * S / K] each. The next
+        gather takes place between them, and ends it.
         """
         numel = self.full.numel() // group.size()
         with torch.inference_mode(False), torch.no_grad():
             part = self.full.narrow(0, group.rank() * numel, numel).clone()
         self._kept = part, self.collectives.over(group)
-        self.free_full()
 
     def drop_kept(self) -> None:
         """Forget what ``keep`` left."""

@@ -89,6 +89,8 @@ def fully_shard(
         items, ties = _collect(module, ignored_params or set(), granularity, data)
         _check_devices(items, module, device)
         found = _split(items)
+        for items in found:  # they may be on meshes of their own
+            reshard_over(reshard_after_forward, items[0].data.shards)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
     described = _describe(module, data, mp_policy, reshard, found)
@@ -96,8 +98,10 @@ def fully_shard(
     groups = [ParamGroup(items, items[0].data, device, mp_policy) for items in found]
     for group in groups:
         group.shard()
-        if isinstance(reshard, int) and not isinstance(reshard, bool):
-            group.data.subgroup(reshard)  # here, where all ranks are
+        over = reshard_over(reshard_after_forward, group.data.shards)
+        if not isinstance(over, bool | None):
+            group.keep_after_forward(over)
+            reshard = over
     for (owner, index), slots in ties.items():
         owner.managed[index].slots.extend(slots)
         owner.managed[index].register(owner.managed[index].sharded)

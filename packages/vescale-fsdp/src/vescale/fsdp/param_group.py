@@ -53,6 +53,7 @@ class ParamGroup:
         self.dtype = first.dtype
         self.param_dtype = compute_dtype(self.dtype, policy)
         self.reduce_dtype = policy.reduce_dtype or self.param_dtype
+        self.keep_over: int | None = None  # on how many ranks a copy stays cut after forward
         self.lent = False  # whether another unit's module uses one of the parameters
         self.reduce_options = ReduceOptions()
         self.plan = plan_of(managed, data.shards, self.narrowest_dtype())
@@ -120,6 +121,11 @@ class ParamGroup:
             # A tie to a module that is wrapped later is found through the original.
             setattr(item.original, OWNER_ATTRIBUTE, (weakref.ref(self), index))
             item.original = None
+
+    def keep_after_forward(self, ranks: int) -> None:
+        """Let ``release`` keep copies cut over ``ranks`` neighbours. Collective over these."""
+        self.data.subgroup(ranks)
+        self.keep_over = ranks
 
     def prepare_move(self) -> None:
         """Let ``Module._apply`` replace the parameters' memory.
@@ -253,16 +259,17 @@ class ParamGroup:
                 item.gathered.requires_grad_(item.sharded.requires_grad)
             item.register(item.gathered)
 
-    def release(self, holder: int, *, keep: int | None = None) -> None:
+    def release(self, holder: int, *, keep: bool = False) -> None:
         """Give the full parameters up for ``holder``; the last one frees their memory.
 
-        ``keep`` then leaves a copy of them cut over that many neighbours only, for the next gather.
+        ``keep`` then leaves a copy of them cut over ``keep_over`` neighbours only, if that is set,
+        for the next gather.
         """
         self.holders.discard(holder)
         if not self.holders:
             self._free(keep)
 
-    def _free(self, keep: int | None = None) -> None:
+    def _free(self, keep: bool = False) -> None:
         if self.state is State.SHARDED:
             return
         self.weights.wait_gather()
@@ -270,12 +277,11 @@ class ParamGroup:
         # What a differentiated backward saves it saves outside of every forward: nobody could
         # bring it back, so the memory stays until that graph is gone.
         held = self.second_order and self.weights.full_views() > len(self.managed)
+        if keep and self.keep_over is not None and self.weights.full.numel():
+            self.weights.keep(self.data.subgroup(self.keep_over))
         if not held:
             self.second_order = False
-            if keep is None or not self.weights.full.numel():
-                self.weights.free_full()
-            else:
-                self.weights.keep(self.data.subgroup(keep))
+            self.weights.free_full()
         self.state = State.SHARDED
         for item in self.managed:
             item.register(item.sharded)

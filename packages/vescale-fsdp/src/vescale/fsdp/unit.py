@@ -104,10 +104,10 @@ class Unit:
         for group in self.all_groups:
             group.gather()
 
-    def reshard(self, *, keep: int | None = None) -> None:
+    def reshard(self, *, keep: bool = False) -> None:
         """Give the full parameters up; their memory goes with the last unit that uses them.
 
-        ``keep`` leaves a copy of the unit's own ones, cut over that many ranks.
+        ``keep`` leaves a copy of the unit's own ones, cut over fewer ranks.
         """
         self.kept_by_default = False
         for group in self.groups:
@@ -156,8 +156,7 @@ class Unit:
                     tensor.register_hook(_weakly(self.before_backward))
         if not self.in_backward:
             if self._reshards_after_forward:
-                size = self.reshard_after_forward
-                self.reshard(keep=None if size is None or isinstance(size, bool) else size)
+                self.reshard(keep=not isinstance(self.reshard_after_forward, bool | None))
             else:
                 self.kept_by_default = self.reshard_after_forward is None
         self.schedule.leave_forward(self, differentiable=differentiable)
