@@ -93,7 +93,8 @@ def test_a_wrong_granularity_is_named(make, error, message):
 
 def test_matrices_are_cut_between_rows_by_default_and_vectors_anywhere():
     assert default_granularity(()) == default_granularity((5,)) == Elements()
-    assert default_granularity((5, 4)) == default_granularity((2, 5, 4)) == Rows(1)
+    assert default_granularity((5, 4)) == Rows(1)
+    assert default_granularity((2, 5, 4)) == default_granularity((2, 5, 4, 3)) == Block(2, 1)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -351,6 +352,18 @@ def check_meta(rank, world_size):
     assert_same(model, whole)
 
 
+def check_step_before_backward(rank, world_size):
+    """Local parts of DTensors count versions by themselves; a step is noticed all the same."""
+    mesh = mesh_of(world_size)
+    model = uneven(mesh)
+    loss = model(data(0, 0)).square().mean()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def check_details(rank, world_size):
     for check in (
         check_uneven,
@@ -359,6 +372,7 @@ def check_details(rank, world_size):
         check_half,
         check_accumulation,
         check_meta,
+        check_step_before_backward,
     ):
         check(rank, world_size)
 

@@ -21,6 +21,7 @@ from vescale.fsdp.module import FSDPModule
 from vescale.fsdp.parallel import parallel_meshes, parallel_of
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, check_policy
+from vescale.fsdp.shard_placement import PlacementFn, check_placement_fn, data_mesh_for
 from vescale.fsdp.unit import Unit
 from vescale.fsdp.units import UNIT
 
@@ -32,6 +33,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -50,6 +52,10 @@ def fully_shard(
       are on. A number K that divides the ranks that shard: keep a copy cut over each K of them that
       follow one another, say those of one host, to gather from in backward. The module has its
       ordinary sharded parameters meanwhile.
+    - ``shard_placement_fn``: a function of a parameter that returns None, ``Shard(dim)`` or a
+      ``ShardPlacementResult``, as in torch's FSDP2. The mesh of the latter is where the parameter
+      is sharded and its gradients are averaged, for experts on a mesh of their own. Any dim is
+      accepted and none changes the layout: a cut wastes nothing, wherever it is.
     - ``mp_policy``: dtypes of computation, reduction and output, as in torch's FSDP2.
     - ``ignored_params``: parameters to leave as they are.
     - ``dp_mesh_dims``: the names of the axes of ``mesh``, of any number, that shard and replicate,
@@ -58,7 +64,8 @@ def fully_shard(
       these axes, or on other axes of it.
     - ``granularity``: how finely a parameter may be cut: ``Elements()``, ``Rows(n)``,
       ``Block(dims, n)``, ``Whole()``, or a function ``(fqn, param)`` that returns one. Default:
-      ``Rows(1)``, and ``Elements()`` for fewer than two dims.
+      ``Rows(1)``, ``Block(2, 1)`` for more than two dims (the rows of fused experts), and
+      ``Elements()`` for fewer.
 
     After the call ``module``'s class is ``FSDP<its class>``, a subclass of it and of
     ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views of one
@@ -74,6 +81,7 @@ def fully_shard(
     check_policy(mp_policy)
     _check_ignored(ignored_params)
     _check_dims(dp_mesh_dims)
+    check_placement_fn(shard_placement_fn)
     mesh = _check_mesh(mesh, module)
     data = data_mesh_of(mesh, dp_mesh_dims)
     reshard = reshard_over(reshard_after_forward, data.shards)
@@ -86,7 +94,9 @@ def fully_shard(
     borrowed: list[ParamGroup] = []
     error = None
     try:
-        items, ties = _collect(module, ignored_params or set(), granularity, data)
+        items, ties = _collect(
+            module, ignored_params or set(), granularity, shard_placement_fn, data
+        )
         _check_devices(items, module, device)
         found = _split(items)
         for items in found:  # they may be on meshes of their own
@@ -95,6 +105,8 @@ def fully_shard(
         error = caught  # agree() raises it, here and on the other ranks
     described = _describe(module, data, mp_policy, reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)
+    others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
+    agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
     groups = [ParamGroup(items, items[0].data, device, mp_policy) for items in found]
     for group in groups:
         group.shard()
@@ -198,6 +210,7 @@ def _collect(
     module: nn.Module,
     ignored: set[nn.Parameter],
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None,
+    placement_fn: PlacementFn | None,
     data: DataMesh,
 ) -> tuple[list[Managed], dict[tuple[ParamGroup, int], list]]:
     """Return the parameters that ``module`` will manage, and its ties to other units'."""
@@ -219,8 +232,9 @@ def _collect(
             else:
                 _check_param(fqn, param)
                 chosen = resolve_granularity(granularity, fqn, param)
-                parallel = parallel_of(fqn, param, data, whole_meshes)
-                found[id(param)] = Managed(fqn, [slot], param, chosen, data, parallel)
+                own = data_mesh_for(placement_fn, fqn, param, data)
+                parallel = parallel_of(fqn, param, own, whole_meshes)
+                found[id(param)] = Managed(fqn, [slot], param, chosen, own, parallel)
     return list(found.values()), ties
 
 
@@ -324,15 +338,19 @@ def _describe(
             p = item.original
             lines.append(
                 f"{item.fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} "
-                f"{item.granularity}{_describe_parallel(item)}"
+                f"{item.granularity}{_describe_mesh(item, data)}"
             )
     return "\n".join(lines)
 
 
-def _describe_parallel(item: Managed) -> str:
-    if item.parallel is None:
-        return ""
-    return f" {item.parallel.placements} on {item.parallel.mesh.mesh_dim_names}"
+def _describe_mesh(item: Managed, data: DataMesh) -> str:
+    text = ""
+    if item.parallel is not None:
+        text += f" {item.parallel.placements} on {item.parallel.mesh.mesh_dim_names}"
+    if item.data != data:
+        own = item.data
+        text += f" over {own.replicas} x {own.shards} ranks of {own.mesh.mesh_dim_names}"
+    return text
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -119,8 +119,14 @@ class Rows(Block):
 
 
 def default_granularity(shape: Sequence[int]) -> Granularity:
-    """Return ``Elements()`` for fewer than two dims, ``Rows(1)`` otherwise."""
-    return Elements() if len(shape) < 2 else Rows(1)
+    """Return ``Rows(1)``; ``Elements()`` for fewer than two dims, ``Block(2, 1)`` for more.
+
+    The latter cuts fused experts between any two of their rows: whole experts would pad a world of
+    more ranks than experts many times over.
+    """
+    if len(shape) < 2:
+        return Elements()
+    return Rows(1) if len(shape) == 2 else Block(2, 1)
 
 
 def resolve_granularity(

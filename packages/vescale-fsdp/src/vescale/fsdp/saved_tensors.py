@@ -76,16 +76,24 @@ def _pack(tensor: torch.Tensor) -> Any:
     if type(memory) in _PLAIN and memory.layout is torch.strided:
         owner = _owners.get(memory.untyped_storage().data_ptr())
     # The version, because torch checks none where hooks are in force.
-    version = tensor._version
     if owner is not None and memory is tensor and _is_view(tensor, owner[0]()):
-        return _Place(owner, tensor.size(), tensor.stride(), tensor.storage_offset(), version)
+        place = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _Place(owner, *place, tensor._version)
     if tensor.grad_fn is not None:
         tensor = tensor.detach()  # its node would hold it, and it its node
-    return owner, tensor, version
+    return owner, tensor, _version(tensor, owner)
+
+
+def _version(tensor: torch.Tensor, owner: _Owner | None) -> int:
+    """Return a number that grows with each write to ``tensor``, or to the buffer that it is in."""
+    buffer = owner[0]() if owner is not None else None
+    return tensor._version + (buffer._version if buffer is not None else 0)
 
 
 def _is_view(tensor: torch.Tensor, buffer: torch.Tensor | None) -> bool:
     if buffer is None or tensor.dtype != buffer.dtype:
+        return False
+    if tensor._version != buffer._version:  # the local part of a DTensor: it counts by itself
         return False
     return not (tensor.is_conj() or tensor.is_neg())
 
@@ -93,15 +101,17 @@ def _is_view(tensor: torch.Tensor, buffer: torch.Tensor | None) -> bool:
 def _unpack(saved: Any) -> torch.Tensor:
     if type(saved) is _Place:
         tensor, version = _in_place(saved), saved.version
+        now = tensor._version
     else:
         owner, tensor, version = saved
         if owner is not None:
             _tell(owner)
-    if tensor._version != version:
+        now = _version(tensor, owner)
+    if now != version:
         raise RuntimeError(
             "a tensor that backward needs was modified by an inplace operation after the forward "
             f"saved it: shape {tuple(tensor.shape)}, saved at version {version}, now at version "
-            f"{tensor._version}; clone it before the modification, or, if it is a parameter, run "
+            f"{now}; clone it before the modification, or, if it is a parameter, run "
             "backward before optimizer.step() or load_state_dict()."
         )
     return tensor
