@@ -20,10 +20,28 @@ The public names and their contracts, written from the docstrings by
 *collective* means that all ranks must call. Which operators run on ragged tensors is in
 [Operators on ragged tensors](ops.md).
 
-From `vescale.dtensor` itself come also, unchanged, PyTorch's {torch_names}. The import
-paths of the first veScale (`vescale.dtensor.placement_types`, `vescale.dtensor.vescale_utils`, ...)
-lead to the same objects.
+From `vescale.dtensor` itself come also, unchanged, PyTorch's {torch_names}.
+
+Scripts written for the RaggedShard of upstream veScale find these import paths, and no others of
+its private modules:
+
+| module | names |
+|---|---|
+{upstream}
 """
+UPSTREAM = (
+    "_api",
+    "_collective_utils",
+    "_dtensor_spec",
+    "_redistribute",
+    "_utils",
+    "debug",
+    "debug._comm_mode",
+    "placement_types",
+    "vescale_utils",
+    "vescale_utils.checkpoint",
+    "vescale_utils.ragged_shard_utils",
+)
 
 
 def reexported(name: str) -> bool:
@@ -65,11 +83,19 @@ def public(module: ModuleType) -> list[str]:
     return [name for name in module.__all__ if not name.startswith("_")]
 
 
+def upstream_row(name: str) -> str:
+    found = importlib.import_module(f"vescale.dtensor.{name}")
+    exported = getattr(found, "__all__", ["_break_ragged_box"])
+    return f"| `vescale.dtensor.{name}` | {', '.join(f'`{inner}`' for inner in exported)} |"
+
+
 def page() -> str:
     """Return dtensor.md."""
     names = public(vescale.dtensor)
     torch_names = ", ".join(f"`{name}`" for name in names if reexported(name))
-    parts = [OPENING.format(torch_names=torch_names), "\n## Placement\n"]
+    upstream = "\n".join(map(upstream_row, UPSTREAM))
+    opening = OPENING.format(torch_names=torch_names, upstream=upstream)
+    parts = [opening, "\n## Placement\n"]
     ours = [name for name in names if not reexported(name)]
     first = ["RaggedShard", "is_ragged_shard"]
     parts += [entry(name, getattr(vescale.dtensor, name)) for name in first]

@@ -24,8 +24,13 @@ from vescale.dtensor.placement_types import _StridedRaggedShard
 from vescale.dtensor.spec import make_spec
 from vescale.dtensor.vescale_utils import (
     best_effort_reshape,
+    cvt_inclusive_to_exclusive,
     flatten_index,
     get_ragged_shard,
+    get_unflattened_dims,
+    get_unflattened_shape_and_offset_before_ragged_shard,
+    get_unflattened_shape_and_offset_before_ragged_shard_,
+    retrieve_flattened_index_before_ragged_shard,
     substitute_ragged_with_replicate,
     unravel_index,
 )
@@ -38,6 +43,16 @@ NAMES = {
     "vescale.dtensor.placement_types": "Placement Shard Replicate Partial RaggedShard DTensorSpec "
     "TensorMeta _StridedRaggedShard _StridedShard _Partial is_ragged_shard",
     "vescale.dtensor.debug": "CommDebugMode visualize_sharding",
+    "vescale.dtensor.debug._comm_mode": "CommDebugMode",
+    "vescale.dtensor._api": "DTensor distribute_tensor ones empty full rand randn zeros",
+    "vescale.dtensor._dtensor_spec": "DTensorSpec TensorMeta",
+    **dict.fromkeys(
+        ("vescale.dtensor.vescale_utils", "vescale.dtensor.vescale_utils.ragged_shard_utils"),
+        "unravel_index flatten_index cvt_inclusive_to_exclusive get_ragged_shard "
+        "get_unflattened_dims get_unflattened_shape_and_offset_before_ragged_shard "
+        "get_unflattened_shape_and_offset_before_ragged_shard_ best_effort_reshape "
+        "retrieve_flattened_index_before_ragged_shard substitute_ragged_with_replicate",
+    ),
 }
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -60,6 +75,11 @@ def test_an_index_and_its_place_are_inverse(shape, data):
     index = unravel_index(place, shape)
     assert numbers(*shape)[tuple(index)] == place
     assert flatten_index(tuple(index), shape) == place
+    after = cvt_inclusive_to_exclusive(index, shape)
+    if place + 1 < math.prod(shape):
+        assert after == unravel_index(place + 1, shape)
+    else:
+        assert after == [shape[0], *[0] * (len(shape) - 1)]
 
 
 def test_a_wrong_index_is_refused():
@@ -145,6 +165,12 @@ def test_shapes_are_told_without_data(fake_group):
     with pytest.raises(ValueError, match="pass shape="):
         info(numbers(2, 3), mesh, (RaggedShard((0,), (0, 1)), Replicate()))
     spec = make_spec(mesh, (ragged, Shard(2)), (4, 3, 6), torch.float32)
+    assert get_unflattened_dims(spec) == (2,)
+    block = ((4, 3, 3), (0, 0, 3))
+    assert get_unflattened_shape_and_offset_before_ragged_shard(spec) == block
+    again = get_unflattened_shape_and_offset_before_ragged_shard_
+    assert again((4, 3, 6), mesh, (ragged, Shard(2))) == block
+    assert retrieve_flattened_index_before_ragged_shard(spec) == (12, 36)
     assert best_effort_reshape(numbers(6), spec).shape == (2, 3)
     flat = make_spec(mesh, (ragged, Replicate()), (3, 3), torch.float32)
     assert best_effort_reshape(numbers(6), flat).shape == (6,)

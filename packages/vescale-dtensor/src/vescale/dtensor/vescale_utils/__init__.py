@@ -8,16 +8,22 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from vescale.dtensor._torch_compat import DTensorSpec
 from vescale.dtensor.placement import RaggedShard
-from vescale.dtensor.spec import base_placements, layout_of, ragged_axis
+from vescale.dtensor.spec import base_placements, layout_of, make_spec, ragged_axis
 
 __all__ = [
     "best_effort_reshape",
+    "cvt_inclusive_to_exclusive",
     "flatten_index",
     "get_ragged_shard",
+    "get_unflattened_dims",
+    "get_unflattened_shape_and_offset_before_ragged_shard",
+    "get_unflattened_shape_and_offset_before_ragged_shard_",
+    "retrieve_flattened_index_before_ragged_shard",
     "substitute_ragged_with_replicate",
     "unravel_index",
 ]
@@ -47,6 +53,16 @@ def flatten_index(index: Sequence[int], shape: Sequence[int]) -> int:
     return flat
 
 
+def cvt_inclusive_to_exclusive(
+    inclusive_end_coord: Sequence[int], flattened_shape: Sequence[int]
+) -> list[int]:
+    """Return the index of the element after ``inclusive_end_coord``; after the last it is one
+    beyond the first dim. Raises like ``flatten_index``."""
+    after = flatten_index(inclusive_end_coord, flattened_shape) + 1
+    first, inner = divmod(after, math.prod(flattened_shape[1:]))
+    return [first, *unravel_index(inner, flattened_shape[1:])]
+
+
 def get_ragged_shard(placements: Sequence[Placement]) -> tuple[int, RaggedShard]:
     """Return (mesh axis, placement) of the RaggedShard; ValueError when there is not one."""
     axis = ragged_axis(placements)
@@ -70,3 +86,34 @@ def best_effort_reshape(tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor
     row_shape = layout_of(spec).base_shape[len(placement.dims) :]
     row_numel = math.prod(row_shape)
     return tensor.view(tensor.numel() // row_numel if row_numel else 0, *row_shape)
+
+
+def get_unflattened_dims(spec: DTensorSpec) -> tuple[int, ...]:
+    """Return the dims that the ragged cut leaves whole: those behind its own."""
+    _, placement = get_ragged_shard(spec.placements)
+    return tuple(range(len(placement.dims), len(spec.tensor_meta.shape)))
+
+
+def get_unflattened_shape_and_offset_before_ragged_shard(
+    spec: DTensorSpec,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (shape, offset) of the block that the placements beside the ragged one leave here."""
+    get_ragged_shard(spec.placements)
+    layout = layout_of(spec)
+    return layout.base_shape, layout.base_offset
+
+
+def get_unflattened_shape_and_offset_before_ragged_shard_(
+    shape: Sequence[int], device_mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the same as its twin without the last underscore, for no spec yet."""
+    get_ragged_shard(placements)
+    spec = make_spec(device_mesh, placements, shape, torch.get_default_dtype())
+    return get_unflattened_shape_and_offset_before_ragged_shard(spec)
+
+
+def retrieve_flattened_index_before_ragged_shard(spec: DTensorSpec) -> tuple[int, int]:
+    """Return this rank's range ``[start, end)``, in elements of that block, flattened."""
+    get_ragged_shard(spec.placements)
+    layout = layout_of(spec)
+    return layout.start, layout.end

@@ -4,25 +4,14 @@
 import itertools
 
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.distributed.tensor.debug import visualize_sharding as torch_visualize_sharding
 
+from vescale.dtensor.debug._comm_mode import CommDebugMode
 from vescale.dtensor.layout import make_layout
 from vescale.dtensor.spec import base_block, check_is_ours, layout_of
 from vescale.dtensor.tensor import DTensor
 
 __all__ = ["CommDebugMode", "sharding_table", "visualize_sharding"]
-
-
-class CommDebugMode(TorchCommDebugMode):
-    """torch's mode, which also looks inside operators on our DTensor.
-
-    torch's lets an operator run into its collectives only for exactly its own DTensor type.
-    """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        types = tuple(TorchDTensor if issubclass(t, TorchDTensor) else t for t in types)
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def visualize_sharding(dtensor: TorchDTensor, header: str = "", use_rich: bool = False) -> None:
