@@ -4,6 +4,7 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint.state_dict as dcp_state
+import torch.distributed.tensor as torch_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
@@ -119,6 +120,8 @@ def check_mistakes(rank, world_size):
     pending = DTensor.from_local(numbers(4, 3), mesh, [Partial()])
     whole_numbers = {"a": distribute_tensor(numbers(4, 3).int(), mesh, [Shard(0)])}
     nowhere = {"a": torch.empty(4, 3, device="meta")}
+    cut = [RaggedShard((0,), (1,) * (world_size - 1) + (5 - world_size,))]
+    torchs = torch_tensors.zeros(4, 3, device_mesh=mesh, placements=cut)
     for match, full, target in (
         (r"missing are \['n'\].*wants \['b'\]", {"a": numbers(4, 3), "b": 1}, state),
         (r"a has shape \(4, 2\)", {"a": numbers(4, 2), "n": 1}, state),
@@ -132,6 +135,12 @@ def check_mistakes(rank, world_size):
         ("a is a DTensor", {"a": pending, "n": 1}, state),
         ("redistribute it first", {"a": numbers(4, 3)}, {"a": pending}),
         (r"missing are \['a', 'n'\]", None, state),
+        (
+            r"wants \['state.0.step'\]; an optimizer .*get_optimizer_state_dict",
+            {"state": {0: {"step": 1}}, "lr": 1},
+            {"state": {}, "lr": 1},
+        ),
+        ("a is ragged but of torch's own class", {"a": numbers(4, 3)}, {"a": torchs}),
         # Only one rank wants more than it gets: all of them are told.
         (r"missing are \['extra'\].*rank 1", {"a": numbers(4, 3), "n": 1}, state | {"extra": 1}),
     ):

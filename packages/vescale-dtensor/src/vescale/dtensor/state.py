@@ -105,6 +105,11 @@ def match_full_state(
     problem = None
     if strict and (missing or unexpected):
         problem = f"missing are {_names(missing)}, and nothing wants {_names(unexpected)}"
+        if any(path[0] == "state" for path in unexpected):
+            problem += (
+                "; an optimizer that made no step yet has no state: take "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(), which makes it"
+            )
     _agree(problem or _problem(targets, described, allow_meta))
     described = {path: value for path, value in described.items() if path in targets}
     return MatchedState(
