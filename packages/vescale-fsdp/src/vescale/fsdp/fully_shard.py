@@ -15,6 +15,7 @@ from vescale.dtensor.tensor import local_of
 from vescale.fsdp.agreement import agree_everywhere
 from vescale.fsdp.arguments import check_reshard, reshard_over
 from vescale.fsdp.data_mesh import DataMesh, data_mesh_of
+from vescale.fsdp.early_optimizers import note_wrap
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
@@ -70,7 +71,7 @@ def fully_shard(
     After the call ``module``'s class is ``FSDP<its class>``, a subclass of it and of
     ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views of one
     flat buffer per dtype. Values are taken from this rank's memory: all ranks must hold the same.
-    Build optimizers after the call.
+    Build optimizers after the call: the step of one that holds replaced parameters is refused.
 
     Raises on every rank alike, and before anything is changed: TypeError, ValueError or
     NotImplementedError for arguments; RuntimeError without a process group, or if the ranks wrap
@@ -124,6 +125,7 @@ def fully_shard(
     unit = Unit(module, groups, borrowed, mp_policy, reshard)
     module.__dict__[UNIT] = unit
     module.__class__ = _wrapped_class(type(module))
+    note_wrap()
     return module
 
 
