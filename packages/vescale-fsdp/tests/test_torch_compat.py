@@ -28,6 +28,16 @@ def test_storage_references_count_every_view():
     assert compat.storage_references(x) == before
 
 
+def test_is_newest_tells_an_output_from_an_input():
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (seen.append(compat.is_newest(t.grad_fn)), t)[1], lambda t: t
+    ):
+        y = (torch.ones(2, requires_grad=True) * 2).exp()  # saves its output
+        y.sin()  # saves its input
+    assert seen == [True, False]
+
+
 def test_current_backward_is_told_inside_of_hooks_only():
     seen = []
     x = torch.ones(1, requires_grad=True)

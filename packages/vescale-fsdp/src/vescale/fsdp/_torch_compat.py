@@ -38,6 +38,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def is_newest(node: torch.autograd.graph.Node) -> bool:
+    """Tell whether this thread has made no other node of a graph since ``node``."""
+    return node._sequence_nr() == torch.autograd._get_sequence_nr() - 1
+
+
 def top_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
     """Return the (pack, unpack) default hooks in force: ours, checkpointing's, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

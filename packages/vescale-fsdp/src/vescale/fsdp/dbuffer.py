@@ -166,11 +166,14 @@ class DBuffer:
             sizes, place, end = [], [0] * len(ranges), 0
             for index in order:
                 start, numel = ranges[index]
-                sizes.append(max(start - end, 0))
+                if start > end:
+                    sizes.append(start - end)
                 place[index] = len(sizes)
                 sizes.append(numel)
                 end = max(end, start + numel)
-            self._cuts = [*sizes, self.slice_numel - end], place
+            if self.slice_numel > end or not sizes:
+                sizes.append(self.slice_numel - end)
+            self._cuts = sizes, place
         sizes, place = self._cuts
         parts = shard.split(sizes)
         return [parts[at] for at in place]

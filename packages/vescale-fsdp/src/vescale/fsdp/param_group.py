@@ -24,7 +24,7 @@ from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
 from vescale.fsdp.reduction import ReduceOptions, Reduction
-from vescale.fsdp.saved_tensors import unwatch, watch
+from vescale.fsdp.saved_tensors import Watch
 
 
 class State(enum.Enum):
@@ -67,6 +67,7 @@ class ParamGroup:
         self.reduction: Reduction | None = None
         self._version = -1
         self._gathered_before = False
+        self._watch: Watch | None = None
         self.second_order = False  # a backward that is differentiated itself has used it
         self._listener: weakref.WeakMethod | None = None
         self._taker: weakref.WeakMethod | None = None
@@ -188,6 +189,7 @@ class ParamGroup:
             item.local = local_of(item.sharded)
 
     def _new_weights(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._watch = None
         self.weights = DBuffer(
             self.plan, self.process_group, dtype=dtype, device=device, full_dtype=self.param_dtype
         )
@@ -240,7 +242,9 @@ class ParamGroup:
         self._version = version
         with torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"):
             self.weights.all_gather(modified=modified)
-        watch(self.weights.full, self.used_in_backward)
+        if self._watch is None:
+            self._watch = Watch(self.weights.full, self.used_in_backward)
+        self._watch.start()
         self.state = State.GATHERING
 
     def wait(self, holder: int) -> None:
@@ -273,10 +277,11 @@ class ParamGroup:
         if self.state is State.SHARDED:
             return
         self.weights.wait_gather()
-        unwatch(self.weights.full)
+        self._watch.stop()
         # What a differentiated backward saves it saves outside of every forward: nobody could
         # bring it back, so the memory stays until that graph is gone.
-        held = self.second_order and self.weights.full_views() > len(self.managed)
+        known = len(self.managed) + self._watch.views
+        held = self.second_order and self.weights.full_views() > known
         if keep and self.keep_over is not None and self.weights.full.numel():
             self.weights.keep(self.data.subgroup(self.keep_over))
         if not held:

@@ -12,34 +12,79 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from vescale.dtensor.tensor import local_of
-from vescale.fsdp._torch_compat import top_saved_tensor_hooks
+from vescale.fsdp._torch_compat import is_newest, top_saved_tensor_hooks
 
+MOST_VIEWS = 1024  # kept for each buffer
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-# Full buffers that have memory now, by its address, and whom to tell about a use in backward.
-_Owner = tuple[weakref.ref[torch.Tensor], weakref.WeakMethod]
-_owners: dict[int, _Owner] = {}
+_Geometry = tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset
 
 
-def watch(buffer: torch.Tensor, on_use: Callable[[], None]) -> None:
-    """Call the bound method ``on_use`` whenever backward needs a tensor saved from ``buffer``.
+class Watch:
+    """Calls the bound method ``on_use`` whenever backward needs a tensor saved from ``buffer``.
 
-    ``buffer`` is a whole storage that has memory now; call ``unwatch`` before it is given back.
-    Tensors saved in between stay watched. Both are held weakly: what is saved is the place in the
-    buffer, so that whoever else refers to its memory can be told apart.
+    Both are held weakly. What is saved is a place in the buffer, not a view of it, so that whoever
+    else refers to its memory can be told apart.
     """
-    owner = weakref.ref(buffer), weakref.WeakMethod(on_use)
-    _owners[buffer.untyped_storage().data_ptr()] = owner
+
+    def __init__(self, buffer: torch.Tensor, on_use: Callable[[], None]) -> None:
+        self._buffer, self._on_use = weakref.ref(buffer), weakref.WeakMethod(on_use)
+        self._views: dict[_Geometry, torch.Tensor] = {}
+        self._address = 0
+
+    @property
+    def views(self) -> int:
+        """How many views of the buffer are kept here, for backward to use again."""
+        return len(self._views)
+
+    def start(self) -> None:
+        """Watch from now on; the buffer is a whole storage and has memory."""
+        self._address = self._buffer().untyped_storage().data_ptr()
+        _watches[self._address] = self
+
+    def stop(self) -> None:
+        """Watch no longer: the memory is about to go. What was saved stays watched."""
+        _watches.pop(self._address, None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether ``tensor``, of the watched memory, is a plain view of the buffer."""
+        buffer = self._buffer()
+        if buffer is None or tensor.dtype != buffer.dtype:
+            return False
+        return not (tensor.is_conj() or tensor.is_neg())
+
+    def tell(self) -> None:
+        """Have the buffer's contents in place."""
+        call = self._on_use()
+        if call is not None:
+            call()
+
+    def view(self, place: _Geometry) -> torch.Tensor:
+        """Return the view of the buffer, its contents in place."""
+        self.tell()
+        buffer = self._buffer()
+        if buffer is None or (buffer.numel() and not buffer.untyped_storage().nbytes()):
+            raise RuntimeError(
+                "backward needs full parameters of a wrapped module that was deleted, moved or "
+                f"cast after its forward: shape {tuple(place[0])}; run backward before that."
+            )
+        view = self._views.get(place)
+        if view is None:
+            with torch.no_grad():
+                view = buffer.as_strided(*place)
+            if len(self._views) < MOST_VIEWS:
+                self._views[place] = view
+        return view
 
 
-def unwatch(buffer: torch.Tensor) -> None:
-    """Forget ``buffer``, whose memory is about to go."""
-    _owners.pop(buffer.untyped_storage().data_ptr(), None)
+# Those whose buffer has memory now, by its address.
+_watches: dict[int, Watch] = {}
 
 
 def others_watch() -> bool:
@@ -62,74 +107,40 @@ def saved_tensor_watch() -> AbstractContextManager:
 class _Place(NamedTuple):
     """A saved tensor that is a view of a watched buffer."""
 
-    owner: _Owner
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    watch: Watch
+    geometry: _Geometry
     version: int
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    owner, memory = None, tensor
+    watch, memory = None, tensor
     if isinstance(tensor, DTensor):  # a tensor-parallel parameter, or a view of one
         memory = local_of(tensor)
     if type(memory) in _PLAIN and memory.layout is torch.strided:
-        owner = _owners.get(memory.untyped_storage().data_ptr())
+        watch = _watches.get(memory.untyped_storage().data_ptr())
     # The version, because torch checks none where hooks are in force.
-    if owner is not None and memory is tensor and _is_view(tensor, owner[0]()):
+    version = tensor._version
+    if watch is not None and memory is tensor and watch.holds(tensor):
         place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return _Place(owner, *place, tensor._version)
-    if tensor.grad_fn is not None:
-        tensor = tensor.detach()  # its node would hold it, and it its node
-    return owner, tensor, _version(tensor, owner)
-
-
-def _version(tensor: torch.Tensor, owner: _Owner | None) -> int:
-    """Return a number that grows with each write to ``tensor``, or to the buffer that it is in."""
-    buffer = owner[0]() if owner is not None else None
-    return tensor._version + (buffer._version if buffer is not None else 0)
-
-
-def _is_view(tensor: torch.Tensor, buffer: torch.Tensor | None) -> bool:
-    if buffer is None or tensor.dtype != buffer.dtype:
-        return False
-    if tensor._version != buffer._version:  # the local part of a DTensor: it counts by itself
-        return False
-    return not (tensor.is_conj() or tensor.is_neg())
+        return _Place(watch, place, version)
+    node = tensor.grad_fn
+    if node is not None and (is_newest(node) or isinstance(node, BackwardCFunction)):
+        tensor = tensor.detach()  # an output: its node would hold it, and it its node
+    return watch, tensor, version
 
 
 def _unpack(saved: Any) -> torch.Tensor:
     if type(saved) is _Place:
-        tensor, version = _in_place(saved), saved.version
-        now = tensor._version
+        tensor, version = saved.watch.view(saved.geometry), saved.version
     else:
-        owner, tensor, version = saved
-        if owner is not None:
-            _tell(owner)
-        now = _version(tensor, owner)
-    if now != version:
+        watch, tensor, version = saved
+        if watch is not None:
+            watch.tell()
+    if tensor._version != version:
         raise RuntimeError(
             "a tensor that backward needs was modified by an inplace operation after the forward "
             f"saved it: shape {tuple(tensor.shape)}, saved at version {version}, now at version "
-            f"{now}; clone it before the modification, or, if it is a parameter, run "
+            f"{tensor._version}; clone it before the modification, or, if it is a parameter, run "
             "backward before optimizer.step() or load_state_dict()."
         )
     return tensor
-
-
-def _tell(owner: _Owner) -> None:
-    call = owner[1]()
-    if call is not None:
-        call()
-
-
-def _in_place(saved: _Place) -> torch.Tensor:
-    buffer = saved.owner[0]()
-    if buffer is None:
-        raise RuntimeError(
-            "backward needs full parameters of a wrapped module that was deleted, moved or cast "
-            f"after its forward: shape {tuple(saved.size)}; run backward before that."
-        )
-    _tell(saved.owner)
-    with torch.no_grad():
-        return buffer.as_strided(saved.size, saved.stride, saved.offset)
