@@ -282,6 +282,24 @@ def check_uneven(rank, world_size):
     assert "up.weight" in str(inspect.layout(model))
 
 
+def check_loading(rank, world_size):
+    """State dicts of ours and of FSDP2's load without a checkpoint between them."""
+    mesh = mesh_of(world_size)
+    whole = uneven()
+    train(whole)
+    for shard in (fully_shard, fsdp2):
+        source = uneven(mesh, shard)
+        train(source, mesh)
+        for assign in (False, True):
+            model = uneven(mesh)
+            model.load_state_dict(source.state_dict(), assign=assign)
+            assert_same(model, whole)
+            model(data(0, 0)).sum().backward()
+    model = model.to(torch.bfloat16)
+    assert model.up.weight.dtype == torch.bfloat16
+    model(data(0, 0).bfloat16()).sum().backward()
+
+
 def check_frozen(rank, world_size):
     mesh, frozen = mesh_of(world_size), ("up.weight", "norm.bias")
     whole, model = uneven(frozen=frozen), uneven(mesh, frozen=frozen)
@@ -367,6 +385,7 @@ def check_step_before_backward(rank, world_size):
 def check_details(rank, world_size):
     for check in (
         check_uneven,
+        check_loading,
         check_frozen,
         check_clip,
         check_half,

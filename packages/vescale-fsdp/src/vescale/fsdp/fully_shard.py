@@ -47,7 +47,8 @@ def fully_shard(
     module's forward, and their gradients reduced together.
 
     - ``mesh``: 1-D, or 2-D for hybrid sharding: the first axis holds replicas, the second one
-      shards. Default: all ranks of the default process group.
+      shards. Default: all ranks of the default process group. Parameters that are DTensors on
+      another axis of the same mesh (tensor or expert parallelism) are cut once more.
     - ``reshard_after_forward``: free the full parameters after forward and gather them again in
       backward (True), or keep them (False). None: True, but False for the root while gradients
       are on. A number K that divides the ranks that shard: keep a copy cut over each K of them that

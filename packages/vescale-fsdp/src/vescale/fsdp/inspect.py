@@ -36,8 +36,10 @@ class Group(Protocol):
 class TensorLayout:
     """One parameter in its group's buffer.
 
-    ``name`` is the FQN without the unit's own. No rank boundary cuts a run of ``block`` elements;
-    ``shard_runs`` says how many elements the ranks hold, as pairs ``(numel, ranks)`` in rank order.
+    ``name`` is the FQN without the unit's own. ``shape`` is that of the whole parameter, and
+    ``numel`` counts what tensor or expert parallelism leaves of it to the group. No rank boundary
+    cuts a run of ``block`` elements; ``shard_runs`` says how many elements the ranks hold, as pairs
+    ``(numel, ranks)`` in rank order.
     """
 
     name: str

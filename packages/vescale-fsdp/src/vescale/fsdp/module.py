@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale.dtensor import distribute_tensor
+from vescale.dtensor import Replicate, Shard, distribute_tensor, is_ragged_shard
 from vescale.fsdp.copying import copy_wrapped
 from vescale.fsdp.gather_settings import GatherSettings
 from vescale.fsdp.managed import Managed
@@ -172,7 +172,10 @@ def _managed_names(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, 
 
 
 def _loadable(group: ParamGroup, index: int, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
-    """Return what ``_load_from_state_dict`` can take for a sharded parameter: no communication."""
+    """Return what ``_load_from_state_dict`` can take for a sharded parameter.
+
+    No communication, but for DTensors as FSDP2 cuts tensor-parallel parameters.
+    """
     item: Managed = group.managed[index]
     target = item.sharded
     if value.shape != target.shape or value is target:
@@ -181,6 +184,8 @@ def _loadable(group: ParamGroup, index: int, value: torch.Tensor, *, assign: boo
         value = distribute_tensor(
             value.detach(), item.spec.mesh, item.spec.placements, src_data_rank=None
         )
+    elif not all(is_ragged_shard(p) or type(p) in (Shard, Replicate) for p in value.placements):
+        value = value.detach().redistribute(placements=[Replicate()] * value.device_mesh.ndim)
     if not assign:
         return value
     # The parameter stays the one that the buffer holds: it takes the values over.
