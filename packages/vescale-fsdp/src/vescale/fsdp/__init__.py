@@ -15,17 +15,24 @@ from vescale.fsdp.granularity import (
 )
 from vescale.fsdp.init_empty import InitReport, init_empty
 from vescale.fsdp.module import FSDPModule, UnshardHandle
-from vescale.fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy
+from vescale.fsdp.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from vescale.fsdp.reduce_settings import no_sync
 
 __all__ = [
     "Block",
+    "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "Elements",
     "FSDPModule",
     "Granularity",
     "InitReport",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Rows",
     "UnshardHandle",
     "Whole",

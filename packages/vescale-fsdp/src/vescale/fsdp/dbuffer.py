@@ -9,12 +9,15 @@ A buffer may have a ``tail`` of T elements behind each rank's part, to carry wha
 S + T takes the place of S above, and a tensor that lies on several ranks is a few ``pieces``.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from vescale.fsdp._torch_compat import set_version, storage_references
 from vescale.fsdp.collectives import Collectives
+from vescale.fsdp.offload import HostCopies
 from vescale.fsdp.planner import Plan
 
 
@@ -24,6 +27,7 @@ class DBuffer:
     ``dtype`` is that of the shard; ``full_dtype`` (default: the same) that of the full buffer, and
     a gather casts the shard on its way. ``shard`` is None until it is set: a gradient buffer gets
     one from each reduction. Without a ``group``, or with one of one rank, nothing is communicated.
+    With ``copies`` the shard lives on the host, and a gather brings it to ``device``.
 
     Memory of ``full`` is given back by shrinking its storage to nothing and comes back by growing
     it, so views that others hold (autograd's saved tensors) are valid again once it is gathered.
@@ -39,6 +43,7 @@ class DBuffer:
         full_dtype: torch.dtype | None = None,
         tail: int = 0,
         collectives: Collectives | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
         if plan.world_size != size:
@@ -49,12 +54,14 @@ class DBuffer:
         self.plan, self.group, self.rank = plan, group, rank
         self.collectives = collectives or Collectives(group)
         self.dtype, self.full_dtype, self.device = dtype, full_dtype or dtype, device
+        self.copies = copies
         self.slice_numel = plan.shard_numel + tail
         self.shard: torch.Tensor | None = None
         self._full: torch.Tensor | None = None
         self._cuts: tuple[list[int], list[int]] | None = None
         self._gathering: tuple[dist.Work | None, int | None] | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
+        self._brought: torch.Event | None = None  # the copy of the shard to the device
 
     @property
     def full(self) -> torch.Tensor:
@@ -72,7 +79,10 @@ class DBuffer:
 
     def allocate_shard(self) -> torch.Tensor:
         """Give the shard memory, filled with zeros so that padding is defined, and return it."""
-        self.shard = torch.zeros(self.slice_numel, dtype=self.dtype, device=self.device)
+        if self.copies is not None:
+            self.shard = self.copies.allocate(self.slice_numel, self.dtype).zero_()
+        else:
+            self.shard = torch.zeros(self.slice_numel, dtype=self.dtype, device=self.device)
         return self.shard
 
     def allocate_full(self) -> torch.Tensor:
@@ -200,20 +210,38 @@ class DBuffer:
             source, collectives = self._kept
             work = collectives.all_gather(full, source)
         elif full.numel():
-            with torch.no_grad():
-                source = self.shard
-                if self.full_dtype != self.dtype or self.plan.world_size == 1:
-                    source = self.slot()
-                    source.copy_(self.shard)
+            inward = self.copies.inward() if self.copies is not None else nullcontext()
+            with torch.no_grad(), inward:
+                source = self._source()
                 if self.plan.world_size > 1:
                     work = self.collectives.all_gather(full, source)
         self._gathering = work, version
+
+    def _source(self) -> torch.Tensor:
+        """Return this rank's part to gather from: the shard, or the slot that it was copied to."""
+        same = self.full_dtype == self.dtype and self.copies is None
+        if same and self.plan.world_size > 1:
+            return self.shard
+        slot = self.slot()
+        if self.copies is None:
+            slot.copy_(self.shard)
+        else:
+            self._brought = self.copies.to_device(slot, self.shard)
+        return slot
+
+    def settle(self) -> None:
+        """Have the host wait until its shard has been read, so that it may be written."""
+        if self._brought is not None:
+            self._brought.synchronize()
+            self._brought = None
 
     def wait_gather(self) -> None:
         """Wait for the gather under way, if any: the current stream does, where there is one."""
         if self._gathering is None:
             return
         (work, version), self._gathering = self._gathering, None
+        if self._brought is not None:
+            self.copies.await_inward(self._brought)
         if work is not None:
             work.wait()
         self._kept = None  # not before the gather has read it

@@ -19,9 +19,15 @@ from vescale.fsdp.early_optimizers import note_wrap
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
+from vescale.fsdp.offload import check_offload
 from vescale.fsdp.parallel import parallel_meshes, parallel_of
 from vescale.fsdp.param_group import ParamGroup
-from vescale.fsdp.policy import DataParallelMeshDims, MixedPrecisionPolicy, check_policy
+from vescale.fsdp.policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    check_policy,
+)
 from vescale.fsdp.shard_placement import PlacementFn, check_placement_fn, data_mesh_for
 from vescale.fsdp.unit import Unit
 from vescale.fsdp.units import UNIT
@@ -36,6 +42,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no fields)
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = None,
@@ -59,6 +66,10 @@ def fully_shard(
       is sharded and its gradients are averaged, for experts on a mesh of their own. Any dim is
       accepted and none changes the layout: a cut wastes nothing, wherever it is.
     - ``mp_policy``: dtypes of computation, reduction and output, as in torch's FSDP2.
+    - ``offload_policy``: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so
+      optimizer states on the CPU: shards are copied to the mesh's device on their way into each
+      gather, reduced gradients back. Its memory is pinned unless ``pin_memory=False``. On a mesh
+      of CPUs nothing is copied and nothing pinned.
     - ``ignored_params``: parameters to leave as they are.
     - ``dp_mesh_dims``: the names of the axes of ``mesh``, of any number, that shard and replicate,
       as in torch's FSDP2. With ``replicate`` only, parameters stay whole and nothing is gathered
@@ -81,6 +92,7 @@ def fully_shard(
     _check_module(module)
     check_reshard(reshard_after_forward)
     check_policy(mp_policy)
+    check_offload(offload_policy)
     _check_ignored(ignored_params)
     _check_dims(dp_mesh_dims)
     check_placement_fn(shard_placement_fn)
@@ -105,11 +117,13 @@ def fully_shard(
             reshard_over(reshard_after_forward, items[0].data.shards)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
-    described = _describe(module, data, mp_policy, reshard, found)
+    described = _describe(module, data, f"{mp_policy}, {offload_policy}", reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)
     others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
     agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
-    groups = [ParamGroup(items, items[0].data, device, mp_policy) for items in found]
+    groups = [
+        ParamGroup(items, items[0].data, device, mp_policy, offload_policy) for items in found
+    ]
     for group in groups:
         group.shard()
         over = reshard_over(reshard_after_forward, group.data.shards)
@@ -327,13 +341,13 @@ def _split(items: list[Managed]) -> list[list[Managed]]:
 def _describe(
     module: nn.Module,
     data: DataMesh,
-    policy: MixedPrecisionPolicy,
+    policies: str,
     reshard: bool | int | None,
     groups: list[list[Managed]],
 ) -> str:
     """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter."""
     lines = [
-        f"{type(module).__name__} over {data.replicas} x {data.shards} ranks with {policy} "
+        f"{type(module).__name__} over {data.replicas} x {data.shards} ranks with {policies} "
         f"and reshard_after_forward={reshard}",
     ]
     for items in groups:

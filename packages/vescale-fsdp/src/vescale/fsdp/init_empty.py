@@ -208,7 +208,8 @@ def _keep(registry: dict, name: str, fresh: _Fresh, found: torch.Tensor, slots: 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor [tensor.shape] to initialise in its place."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    # On the device in force, which is not that of the shards where these are offloaded.
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     _mark(whole)
     if isinstance(tensor, nn.Parameter):
         whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)

@@ -72,6 +72,7 @@ class FSDPModule(GatherSettings, ReduceSettings):
         unit.reshard()
         unit.drop_kept()
         unit.drop_unclaimed()
+        unit.settle()
 
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward: drop gradients not yet reduced, free
@@ -121,6 +122,7 @@ class FSDPModule(GatherSettings, ReduceSettings):
     ) -> None:
         unit = unit_of(self)
         unit.reshard()
+        unit.settle()
         assign = local_metadata.get("assign_to_params_buffers", False)
         for group, index, names in _managed_names(self, unit):
             for name in names:

@@ -22,7 +22,8 @@ from vescale.dtensor.tensor import local_of, set_local
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
-from vescale.fsdp.policy import MixedPrecisionPolicy, compute_dtype
+from vescale.fsdp.offload import CPU, check_home, host_copies, offloads
+from vescale.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, compute_dtype
 from vescale.fsdp.reduction import ReduceOptions, Reduction
 from vescale.fsdp.saved_tensors import Watch
 
@@ -44,10 +45,13 @@ class ParamGroup:
         data: DataMesh,
         device: torch.device,
         policy: MixedPrecisionPolicy,
+        offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no fields)
     ) -> None:
         first = managed[0].original
         self.name = ""
         self.managed, self.data, self.device, self.policy = managed, data, device, policy
+        self.offload = offload
+        self.home = CPU if offloads(offload) else device  # of the shards; ``device`` computes
         self.mesh = data.mesh
         self.process_group: dist.ProcessGroup | None = data.shard_group
         self.dtype = first.dtype
@@ -82,7 +86,7 @@ class ParamGroup:
         fresh.managed = managed
         fresh.reduce_options = copy.copy(self.reduce_options)
         fresh._clear()
-        fresh._new_weights(self.weights.device, self.dtype)
+        fresh._new_weights(self.weights.shard.device, self.dtype)
         fresh.weights.allocate_shard()
         if not self.weights.shard.is_meta:
             fresh.weights.shard.copy_(self.weights.shard)
@@ -112,10 +116,8 @@ class ParamGroup:
 
     def shard(self) -> None:
         """Replace every original parameter by its sharded form; copies this rank's part only."""
-        device = self.device
-        if self.managed[0].original.is_meta:
-            device = torch.device("meta")
-        self._new_weights(device, self.dtype)
+        home = self.managed[0].original.device
+        self._new_weights(home if home.type == "meta" else self.home, self.dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
         for index, (item, local) in enumerate(zip(self.managed, views, strict=True)):
             item.make_sharded(self.plan, index, self.weights.rank, local)
@@ -157,6 +159,7 @@ class ParamGroup:
                 f"{sorted({f'{t.device} {t.dtype}' for t in locals_})}; move the unit as a whole."
             )
         shard = self.weights.shard
+        check_home(self.offload, device, self.name)
         memory = shard.untyped_storage().data_ptr()
         if (device, dtype) == (shard.device, shard.dtype) and all(
             t.numel() == 0 or t.untyped_storage().data_ptr() == memory for t in locals_
@@ -182,16 +185,24 @@ class ParamGroup:
         """Give a shard on the meta device real memory, of undefined contents."""
         if self.weights.device.type != "meta":
             return
-        self._new_weights(self.device, self.dtype)
+        self._new_weights(self.home, self.dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
         for item, view in zip(self.managed, views, strict=True):
             set_local(item.sharded, item.form(view))
             item.local = local_of(item.sharded)
 
-    def _new_weights(self, device: torch.device, dtype: torch.dtype) -> None:
+    def _new_weights(self, home: torch.device, dtype: torch.dtype) -> None:
         self._watch = None
+        device, copies = home, None
+        if offloads(self.offload) and home.type != "meta":
+            device, copies = self.device, host_copies(self.offload, self.device)
         self.weights = DBuffer(
-            self.plan, self.process_group, dtype=dtype, device=device, full_dtype=self.param_dtype
+            self.plan,
+            self.process_group,
+            dtype=dtype,
+            device=device,
+            full_dtype=self.param_dtype,
+            copies=copies,
         )
         self.reduction = Reduction(
             self.managed,
@@ -201,6 +212,7 @@ class ParamGroup:
             dtype=dtype,
             reduce_dtype=self.reduce_dtype,
             device=device,
+            copies=copies,
         )
 
     # --- gather and free --------------------------------------------------------------------
@@ -341,6 +353,15 @@ class ParamGroup:
         with self._naming_failures("reduction of the gradients"):
             self.reduction.finish()
 
+    def settle(self) -> None:
+        """Wait for copies between host and device: then gradients are there, and shards may be
+        written. Does nothing without offloading."""
+        copies = self.weights.copies
+        if copies is not None:
+            self.weights.settle()
+            self.reduction.settle()
+            copies.settle()
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Reset the sharded gradients, whichever form the modules hold now."""
         for item in self.managed:
@@ -360,6 +381,7 @@ class ParamGroup:
         if drop_gradients:
             self.reduction.drop()
         self.finish_reduce()
+        self.settle()
         self.holders.clear()
         self._free()
         self.weights.drop_kept()

@@ -4,7 +4,7 @@
 import dataclasses
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -18,7 +18,14 @@ except ImportError:  # torch has it from 2.12 on
         replicate: str | tuple[str, ...] | None = None
 
 
-__all__ = ["DataParallelMeshDims", "MixedPrecisionPolicy", "check_policy", "compute_dtype"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "check_policy",
+    "compute_dtype",
+]
 
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
 _KNOWN_FIELDS = {*_DTYPE_FIELDS, "cast_forward_inputs"}

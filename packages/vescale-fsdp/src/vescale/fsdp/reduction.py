@@ -16,6 +16,7 @@ from vescale.fsdp._torch_compat import averages
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.gradients import GradientBuffer
 from vescale.fsdp.managed import Managed
+from vescale.fsdp.offload import HostCopies
 from vescale.fsdp.planner import Plan
 from vescale.fsdp.sharded_gradients import ShardedGradients
 
@@ -58,7 +59,8 @@ def scaling_of(options: ReduceOptions, ranks: int, dtype: torch.dtype, average: 
 class Reduction:
     """Collect, reduce and hand over the gradients of one group.
 
-    ``dtype`` is that of the sharded parameters and so of their ``.grad``.
+    ``dtype`` is that of the sharded parameters and so of their ``.grad``. With ``copies`` this is
+    on the host, and gets its values in ``settle``.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Reduction:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
+        copies: HostCopies | None = None,
     ) -> None:
         self._plan, self._data, self._managed = plan, data, managed
         self.options = options
@@ -84,6 +87,9 @@ class Reduction:
         self._partial: torch.Tensor | None = None  # what waits for the all-reduce, scaled
         self._used: set[int] = set()  # the tensors that had a gradient here
         self._results = ShardedGradients(managed)
+        self._copies = copies
+        # A result on its way to the host, and the tensors without a gradient in it.
+        self._leaving: tuple[torch.Tensor, torch.Event, set[int]] | None = None
 
     @property
     def waits(self) -> bool:
@@ -177,7 +183,18 @@ class Reduction:
         if len(used_here) < len(self._managed) and not foreign:
             unused = self._buffer.unused(reduced)
         reduced = self._scaled(reduced)
-        self._results.add(reduced, self._buffer.shard_views(reduced), unused)
+        if self._copies is None:
+            self._results.add(reduced, self._buffer.shard_views(reduced), unused)
+            return
+        self.settle()
+        self._leaving = (*self._copies.to_host(reduced), unused)
+
+    def settle(self) -> None:
+        """Wait for what is on its way to the host, if anything, and put it into ``.grad``."""
+        if self._leaving is not None:
+            (result, event, unused), self._leaving = self._leaving, None
+            event.synchronize()
+            self._results.add(result, self._buffer.shard_views(result), unused)
 
     def _scaled(self, reduced: torch.Tensor) -> torch.Tensor:
         """Return the result in the dtype of ``.grad``, scaled, and changed by the user's hook."""

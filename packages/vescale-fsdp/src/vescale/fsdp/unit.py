@@ -115,6 +115,11 @@ class Unit:
         for group in self.borrowed:
             group.release(id(self))
 
+    def settle(self) -> None:
+        """Wait for copies between host and device, where the unit is offloaded."""
+        for group in self.all_groups:
+            group.settle()
+
     def drop_kept(self) -> None:
         """Forget what ``reshard`` kept."""
         for group in self.groups:
@@ -154,6 +159,8 @@ class Unit:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(_weakly(self.before_backward))
+        if not differentiable:
+            self.settle()
         if not self.in_backward:
             if self._reshards_after_forward:
                 self.reshard(keep=not isinstance(self.reshard_after_forward, bool | None))
@@ -236,6 +243,7 @@ class Unit:
     def leave_backward(self) -> None:
         """Free the full parameters: the pass has ended."""
         self.in_backward = False
+        self.settle()
         if self.reshard_after_backward:
             self.reshard()
             self.drop_unclaimed()
