@@ -58,6 +58,10 @@ def _sent_nbytes(name: str, args: tuple) -> int:
         case "broadcast":
             source = args[0][0] if isinstance(args[0], list | tuple) else args[0]
             return source.nbytes * (world_size - 1) if args[2] == rank else 0
+        case "send":
+            return sum(tensor.nbytes for tensor in args[0])
+        case "recv":
+            return 0
         case "allreduce" | "all_reduce":
             source = args[0][0] if isinstance(args[0], list | tuple) else args[0]
             return round(2 * source.nbytes * share)

@@ -30,6 +30,8 @@ FORBIDDEN = {
     FSDP: ("vescale.legacy",),
     f"{FSDP}/dbuffer.py": ("torch.nn", "vescale.dtensor", *PARAMETERS),
     f"{FSDP}/collectives.py": ("torch.nn", "vescale.dtensor", *PARAMETERS),
+    f"{FSDP}/direct_collectives.py": ("torch.nn", "vescale.dtensor", *PARAMETERS),
+    f"{FSDP}/comm_options.py": ("torch.nn", "vescale.dtensor", *PARAMETERS),
     f"{FSDP}/data_mesh.py": ("torch.nn", *PARAMETERS),
     f"{FSDP}/gradients.py": ("torch.nn", "vescale.dtensor", *PARAMETERS),
     f"{FSDP}/managed.py": PARAMETERS,

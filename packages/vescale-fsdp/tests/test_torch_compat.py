@@ -91,6 +91,7 @@ def check_backend(rank, world_size):
     group, device = dist.group.WORLD, torch.device(DEVICE)
     assert compat.averages(group, device) == (DEVICE == "cuda")
     assert not compat.is_fake(group, device)
+    assert compat.is_gloo(group, device) == (DEVICE == "cpu")
 
 
 def test_the_backend_of_a_group_is_known(run_ranks):
@@ -101,6 +102,7 @@ def test_a_fake_group_is_known(fake_group):
     group = fake_group(8)
     assert compat.is_fake(group, torch.device("cpu"))
     assert not compat.averages(group, torch.device("cpu"))
+    assert not compat.is_gloo(group, torch.device("cpu"))
 
 
 def test_foreach_norm_takes_a_dtype_and_foreach_mul_a_tensor():

@@ -53,6 +53,11 @@ def averages(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).name() == "nccl"
 
 
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether the group's backend for ``device`` is gloo."""
+    return group._get_backend(device).name() == "gloo"
+
+
 def is_fake(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Tell whether the group only pretends to communicate (torch's fake process group)."""
     return group._get_backend(device).name() == "fake"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from vescale.fsdp._torch_compat import set_version, storage_references
-from vescale.fsdp.collectives import Collectives
+from vescale.fsdp.collectives import Collectives, Pending
 from vescale.fsdp.offload import HostCopies
 from vescale.fsdp.planner import Plan
 
@@ -59,7 +59,7 @@ class DBuffer:
         self.shard: torch.Tensor | None = None
         self._full: torch.Tensor | None = None
         self._cuts: tuple[list[int], list[int]] | None = None
-        self._gathering: tuple[dist.Work | None, int | None] | None = None
+        self._gathering: tuple[Pending | None, int | None] | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
         self._brought: torch.Event | None = None  # the copy of the shard to the device
 
@@ -90,7 +90,7 @@ class DBuffer:
         if self._full is None:
             # Not an inference tensor, also under torch.inference_mode: training may follow.
             with torch.inference_mode(False):
-                self._full = self.collectives.allocate(
+                self._full = torch.empty(
                     self.slice_numel * self.plan.world_size,
                     dtype=self.full_dtype,
                     device=self.device,
@@ -251,7 +251,7 @@ class DBuffer:
         else:
             set_version(self._full, version)
 
-    def reduce_scatter(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work | None:
+    def reduce_scatter(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending | None:
         """Launch the reduction of the full buffer over the ranks into a new ``shard`` [S + T].
 
         One collective. The full buffer must keep its memory, and the shard has no contents, until

@@ -9,6 +9,7 @@ had a gradient, so that after the one reduction every rank alike knows whether a
 import torch
 import torch.distributed as dist
 
+from vescale.fsdp.collectives import Collectives, Pending
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.planner import Plan
 
@@ -23,6 +24,7 @@ class GradientBuffer:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        collectives: Collectives | None = None,
     ) -> None:
         flags = len(plan.requests) if plan.shard_numel else 0
         self._buffer = DBuffer(
@@ -31,11 +33,16 @@ class GradientBuffer:
             dtype=dtype,
             device=device,
             tail=-(-flags // plan.align) * plan.align,  # keeps every part aligned
+            collectives=collectives,
         )
         self._pieces: list[list[torch.Tensor]] | None = None
-        self._work: dist.Work | None = None
+        self._work: Pending | None = None
         self.dtype = dtype
         self.written: set[int] = set()
+
+    def use(self, collectives: Collectives) -> None:
+        """Reduce with ``collectives`` from the next reduction on."""
+        self._buffer.collectives = collectives
 
     def write(self, index: int, grad: torch.Tensor) -> None:
         """Add ``grad`` (any shape, numel of tensor ``index``): one pass over it, cast included."""

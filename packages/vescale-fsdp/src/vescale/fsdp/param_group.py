@@ -19,6 +19,7 @@ from torch import nn
 
 from vescale.dtensor.spec import spec_with_dtype
 from vescale.dtensor.tensor import local_of, set_local
+from vescale.fsdp.comm_options import CommOptions
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
@@ -60,6 +61,7 @@ class ParamGroup:
         self.keep_over: int | None = None  # on how many ranks a copy stays cut after forward
         self.lent = False  # whether another unit's module uses one of the parameters
         self.reduce_options = ReduceOptions()
+        self.comm = CommOptions()
         self.plan = plan_of(managed, data.shards, self.narrowest_dtype())
         self._clear()
 
@@ -85,6 +87,7 @@ class ParamGroup:
         fresh = copy.copy(self)
         fresh.managed = managed
         fresh.reduce_options = copy.copy(self.reduce_options)
+        fresh.comm = copy.copy(self.comm)
         fresh._clear()
         fresh._new_weights(self.weights.shard.device, self.dtype)
         fresh.weights.allocate_shard()
@@ -203,6 +206,7 @@ class ParamGroup:
             device=device,
             full_dtype=self.param_dtype,
             copies=copies,
+            collectives=self.comm.gathering(self.process_group, device),
         )
         self.reduction = Reduction(
             self.managed,
@@ -213,7 +217,14 @@ class ParamGroup:
             reduce_dtype=self.reduce_dtype,
             device=device,
             copies=copies,
+            collectives=self.comm.reducing(self.process_group, device),
         )
+
+    def apply_comm(self) -> None:
+        """Communicate as ``comm`` says, from the next collective on."""
+        group, device = self.process_group, self.weights.device
+        self.weights.collectives = self.comm.gathering(group, device)
+        self.reduction.use(self.comm.reducing(group, device))
 
     # --- gather and free --------------------------------------------------------------------
 
@@ -252,7 +263,10 @@ class ParamGroup:
         if changed:
             self.weights.drop_kept()
         self._version = version
-        with torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"):
+        with (
+            torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"),
+            self._naming_failures("gather of the parameters"),
+        ):
             self.weights.all_gather(modified=modified)
         if self._watch is None:
             self._watch = Watch(self.weights.full, self.used_in_backward)
@@ -337,7 +351,10 @@ class ParamGroup:
 
     def start_reduce(self) -> None:
         """Launch the reduction of the group's gradients."""
-        with torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"):
+        with (
+            torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"),
+            self._naming_failures("reduction of the gradients"),
+        ):
             self.reduction.start()
 
     def advance_reduce(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.fsdp._torch_compat import averages
+from vescale.fsdp.collectives import Collectives
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.gradients import GradientBuffer
 from vescale.fsdp.managed import Managed
@@ -73,11 +74,13 @@ class Reduction:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
+        collectives: Collectives,
         copies: HostCopies | None = None,
     ) -> None:
         self._plan, self._data, self._managed = plan, data, managed
         self.options = options
         self._dtype, self._reduce_dtype, self._device = dtype, reduce_dtype, device
+        self._collectives = collectives
         self._buffer: GradientBuffer | None = None
         self._scaling: Scaling | None = None  # of the reduce-scatter under way
         self._deferred = False  # whether its result will wait for the replicas
@@ -112,10 +115,20 @@ class Reduction:
         self.advance()  # of this very buffer, if the parameter is used once more
         self._gradients().write(index, grad)
 
+    def use(self, collectives: Collectives) -> None:
+        """Reduce over the sharding ranks with ``collectives`` from the next reduction on."""
+        self._collectives = collectives
+        if self._buffer is not None:
+            self._buffer.use(collectives)
+
     def _gradients(self) -> GradientBuffer:
         if self._buffer is None:
             self._buffer = GradientBuffer(
-                self._plan, self._data.shard_group, dtype=self._reduce_dtype, device=self._device
+                self._plan,
+                self._data.shard_group,
+                dtype=self._reduce_dtype,
+                device=self._device,
+                collectives=self._collectives,
             )
         return self._buffer
 
