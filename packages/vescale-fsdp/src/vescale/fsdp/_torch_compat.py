@@ -58,6 +58,15 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).name() == "gloo"
 
 
+def backend_allocator(
+    group: dist.ProcessGroup, device: torch.device
+) -> Callable[..., torch.Tensor] | None:
+    """Return the function (numel, *, dtype, device) by which the group's backend allocates memory
+    on ``device`` for its collectives, None where it has none."""
+    backend = group._get_backend(device)
+    return backend.allocate_tensor if backend.supports_tensor_alloc(device) else None
+
+
 def is_fake(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Tell whether the group only pretends to communicate (torch's fake process group)."""
     return group._get_backend(device).name() == "fake"

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from vescale.dtensor import Replicate, Shard, distribute_tensor, is_ragged_shard
+from vescale.fsdp.comm_settings import CommSettings
 from vescale.fsdp.copying import copy_wrapped
 from vescale.fsdp.gather_settings import GatherSettings
 from vescale.fsdp.managed import Managed
@@ -32,7 +33,7 @@ class UnshardHandle:
             self._unit = None
 
 
-class FSDPModule(GatherSettings, ReduceSettings):
+class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
     """Mixed into a module's class by ``fully_shard``.
 
     Calling the module, or its ``forward``, gathers its parameters, runs it and frees them. At all

@@ -30,6 +30,7 @@ class ReduceOptions:
     all_reduce: bool = True  # also over the replicas; without, results of the first step add up
     divide_factor: float | None = None  # None: the number of data-parallel ranks
     force_sum: bool = False  # never let a collective average
+    in_flight: int = 1  # reductions that may run at once when this one starts, itself included
     hook: Callable[[torch.Tensor], None] | None = None  # gets the result [S], to change in place
     hook_stream: torch.Stream | None = None
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vescale.fsdp.param_group import ParamGroup
     from vescale.fsdp.unit import Unit
 
-REDUCTIONS_IN_FLIGHT = 1
+ALL_REDUCES_IN_FLIGHT = 1
 
 
 class Schedule:
@@ -175,7 +175,7 @@ class Schedule:
             return
         for group in unit.groups:
             if group.trainable and group.reduce_options.sync:
-                while len(self._reducing) >= REDUCTIONS_IN_FLIGHT:
+                while len(self._reducing) >= group.reduce_options.in_flight:
                     self._advance(self._reducing.pop(0))
                 group.start_reduce()
                 self._reducing.append(group)
@@ -184,7 +184,7 @@ class Schedule:
         """Let the all-reduce of ``group`` run while the next group is reduced."""
         if group.advance_reduce():
             self._replicating.append(group)
-            while len(self._replicating) > REDUCTIONS_IN_FLIGHT:
+            while len(self._replicating) > ALL_REDUCES_IN_FLIGHT:
                 self._replicating.pop(0).finish_reduce()
 
     def _leave_backward(self) -> None:

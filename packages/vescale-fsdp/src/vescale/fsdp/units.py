@@ -34,6 +34,11 @@ def reduce_options_of(module: nn.Module, recurse: bool) -> list[ReduceOptions]:
     return [group.reduce_options for unit in units_of(module, recurse) for group in unit.groups]
 
 
+def groups_of(module: nn.Module, recurse: bool) -> list[ParamGroup]:
+    """Return the parameter groups of ``units_of``."""
+    return [group for unit in units_of(module, recurse) for group in unit.groups]
+
+
 def param_groups(model: nn.Module) -> list[ParamGroup]:
     """Return the parameter groups of ``model``'s units, in the order of ``named_modules``.
 
