@@ -19,6 +19,8 @@ ENTRY = (
     "vescale.fsdp.module",
     "vescale.fsdp.copying",
     "vescale.fsdp.comm_settings",
+    "vescale.fsdp.forward_methods",
+    "vescale.fsdp.sharing",
     "vescale.fsdp.gather_settings",
     "vescale.fsdp.reduce_settings",
     "vescale.fsdp.units",

@@ -244,7 +244,7 @@ def one_rank_fails(fqn, param):
 def check_bad_input(rank, world_size):
     mesh = init_device_mesh(DEVICE, (world_size,))
     raises(TypeError, "expected an nn.Module", module="model")
-    raises(TypeError, "expected an nn.Module", module=[nn.Linear(2, 2)])
+    raises(TypeError, "the list holds a str", module=[nn.Linear(2, 2), "model"])
     raises(ValueError, "has no forward", module=NoForward())
     raises(ValueError, "has no forward", module=nn.ModuleList([nn.Linear(2, 2)]))
     raises(TypeError, "expected a DeviceMesh", mesh=world_size)

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from vescale.fsdp.saved_tensors import Watch, others_watch, saved_tensor_watch
+from vescale.fsdp.saved_tensors import Watch, others_watch, saved_tensor_watch, watched_by
 
 
 class Owner:
@@ -22,9 +22,13 @@ def test_a_use_in_backward_of_a_view_of_a_watched_buffer_is_told():
     x = torch.ones(3, 2, requires_grad=True)
     watch = Watch(buffer, owner.on_use)
     watch.start()
+    assert watched_by(weight.t()) is owner
+    assert watched_by(x) is None
+    assert watched_by(torch.empty(0)) is None
     with saved_tensor_watch():
         y = (x @ weight.t()).exp()
     watch.stop()
+    assert watched_by(weight) is None
     assert owner.uses == 0
     y.sum().backward()
     assert owner.uses > 0

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from testing.ranks import DEVICE
@@ -131,3 +132,27 @@ def test_a_flattened_mesh_has_one_axis_and_is_made_once(fake_group):
     assert (flat.mesh_dim_names, flat.mesh.tolist()) == (("a_b",), [1, 3, 5, 7])
     assert compat.flatten_mesh(mesh["a", "b"]).get_group() is flat.get_group()
     assert compat.concatenate_meshes(flat, mesh["c"]).mesh.shape == (4, 2)
+
+
+def test_the_compiler_leaves_marked_functions_alone_and_compiles_what_they_call():
+    seen = []
+
+    def hidden(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    def around(function, x):
+        seen.append(torch.compiler.is_compiling())
+        return function(compat.untraced(hidden)(x))
+
+    def inner(x):
+        return x * 2
+
+    compat.leave_untraced(around)
+    counters.clear()
+    compiled = torch.compile(lambda x: around(inner, x) + 1, backend="eager")
+    for _ in range(2):
+        assert compiled(torch.ones(2)).tolist() == [5, 5]
+    assert seen == [False] * 4
+    assert counters["stats"]["unique_graphs"] >= 2, "inner, and what follows around"
+    assert compat.call_untraced(inner, 2) == 4

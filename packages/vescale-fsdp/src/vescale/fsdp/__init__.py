@@ -2,6 +2,7 @@
 """Fully sharded data parallel with torch's ``fully_shard`` API, on RaggedShard parameters."""
 
 import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
+from vescale.fsdp.forward_methods import register_fsdp_forward_method
 from vescale.fsdp.full_parameters import iter_full_parameters
 from vescale.fsdp.full_state import load_full_state_dict
 from vescale.fsdp.fully_shard import fully_shard
@@ -22,6 +23,7 @@ from vescale.fsdp.policy import (
     OffloadPolicy,
 )
 from vescale.fsdp.reduce_settings import no_sync
+from vescale.fsdp.sharing import share_comm_ctx
 
 __all__ = [
     "Block",
@@ -42,4 +44,6 @@ __all__ = [
     "iter_full_parameters",
     "load_full_state_dict",
     "no_sync",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

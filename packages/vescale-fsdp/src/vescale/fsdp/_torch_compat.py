@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one home of the torch-private names that this package uses; checked on torch 2.13.0."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,33 @@ from torch.distributed.device_mesh import DeviceMesh
 # Public, but renamed in torch 2.13, which warns about the names that 2.11 and 2.12 know.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@functools.cache
+def leave_untraced(*functions: Callable) -> None:
+    """Let torch.compile leave the code of ``functions`` alone, but compile what they call.
+
+    Not at import: it loads the compiler, as making any optimizer does.
+    """
+    from torch._dynamo.decorators import skip
+
+    for function in functions:
+        skip(function)
+
+
+@functools.cache
+def untraced(function: Callable) -> Callable:
+    """Return ``function`` such that torch.compile neither enters it nor what it calls."""
+    return torch.compiler.disable(function)
+
+
+def call_untraced(function: Callable, *args: Any) -> Any:
+    """Return ``function(*args)``, run past torch.compile: for hooks that autograd calls."""
+    return untraced(_call)(function, *args)
+
+
+def _call(function: Callable, *args: Any) -> Any:
+    return function(*args)
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
@@ -35,7 +64,7 @@ def will_execute(node: torch.autograd.graph.Node) -> bool:
 
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that runs now has ended; raises outside of one."""
-    Variable._execution_engine.queue_callback(callback)
+    Variable._execution_engine.queue_callback(functools.partial(untraced(_call), callback))
 
 
 def is_newest(node: torch.autograd.graph.Node) -> bool:

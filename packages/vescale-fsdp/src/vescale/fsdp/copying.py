@@ -17,6 +17,7 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
     """Return a deep copy of ``module``, whose unit is in its ``__dict__`` under ``attribute``.
 
     Units are copied when the outermost wrapped module has been: a tie may lead anywhere in it.
+    Raises ValueError if a unit has modules outside of what is copied.
     """
     outermost = _PENDING not in memo
     pending: list[tuple[Unit, nn.Module]] = memo.setdefault(_PENDING, [])
@@ -24,17 +25,35 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
     unit.reshard()
     fresh = object.__new__(type(module))
     memo[id(module)] = fresh
-    state = {name: value for name, value in module.__dict__.items() if name != attribute}
+    state = {
+        name: value
+        for name, value in module.__dict__.items()
+        if name not in (attribute, "_vescale_runs")
+    }
     fresh.__dict__.update(copy.deepcopy(state, memo))
     pending.append((unit, fresh))
     if outermost:
         del memo[_PENDING]
+        units = {id(source): source for source, _ in pending}
+        for source in units.values():
+            _check_complete(source, memo)
         groups = {
-            group: _copy_group(group, memo) for source, _ in pending for group in source.groups
+            group: _copy_group(group, memo) for source in units.values() for group in source.groups
         }
+        copies = {key: _copy_unit(source, memo, groups) for key, source in units.items()}
         for source, target in pending:
-            target.__dict__[attribute] = _copy_unit(source, target, groups)
+            target.__dict__[attribute] = copies[id(source)]
     return fresh
+
+
+def _check_complete(unit: Unit, memo: dict[int, Any]) -> None:
+    for module in unit.modules:
+        if id(module) not in memo:
+            names = ", ".join(type(m).__name__ for m in unit.modules)
+            raise ValueError(
+                f"{type(module).__name__} is not part of what is copied, but in one call of "
+                f"fully_shard with something that is ([{names}]); copy a module that holds all."
+            )
 
 
 def _copy_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
@@ -52,13 +71,15 @@ def _copy_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
     return group.twin(managed)
 
 
-def _copy_unit(unit: Unit, module: nn.Module, groups: dict[ParamGroup, ParamGroup]) -> Unit:
+def _copy_unit(unit: Unit, memo: dict[int, Any], groups: dict[ParamGroup, ParamGroup]) -> Unit:
     fresh = Unit(
-        module,
+        [memo[id(module)] for module in unit.modules],
         [groups[group] for group in unit.groups],
         [groups[group] for group in unit.borrowed if group in groups],
         unit.policy,
         unit.reshard_after_forward,
     )
     fresh.reshard_after_backward = unit.reshard_after_backward
+    fresh.unshard_in_backward = unit.unshard_in_backward
+    fresh.is_last_backward = unit.is_last_backward
     return fresh

@@ -2,7 +2,8 @@
 """The entry point: shard a module's parameters and gather them around its forward."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import is_ragged_shard
 from vescale.dtensor.tensor import local_of
+from vescale.fsdp import param_group, saved_tensors, unit
+from vescale.fsdp._torch_compat import leave_untraced
 from vescale.fsdp.agreement import agree_everywhere
 from vescale.fsdp.arguments import check_reshard, reshard_over
 from vescale.fsdp.data_mesh import DataMesh, data_mesh_of
 from vescale.fsdp.early_optimizers import note_wrap
+from vescale.fsdp.forward_methods import register_fsdp_forward_method
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
-from vescale.fsdp.module import FSDPModule
+from vescale.fsdp.module import FSDPModule, run_gathered
 from vescale.fsdp.offload import check_offload
 from vescale.fsdp.parallel import parallel_meshes, parallel_of
 from vescale.fsdp.param_group import ParamGroup
@@ -35,8 +39,16 @@ from vescale.fsdp.units import UNIT
 _wrapped_classes: dict[type, type] = {}
 
 
+@overload
+def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
+
+
 def fully_shard(
-    module: nn.Module,
+    module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -46,12 +58,17 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = None,
-) -> FSDPModule:
+) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters over ``mesh``, in place, and return it.
 
     Parameters of submodules that are wrapped already stay with them, so wrap from the inside out:
     each block, then the model. All parameters of one call are gathered together, before the
     module's forward, and their gradients reduced together.
+
+    A list of modules becomes one unit: one gather before the first of them runs, one reduction,
+    and memory freed when all have run, or when the outermost forward ends. One of them may be
+    called again by itself later, such as the head for each chunk of a loss; it then stays gathered
+    until its backward. Modules inside others of the list belong to these.
 
     - ``mesh``: 1-D, or 2-D for hybrid sharding: the first axis holds replicas, the second one
       shards. Default: all ranks of the default process group. Parameters that are DTensors on
@@ -78,46 +95,49 @@ def fully_shard(
     - ``granularity``: how finely a parameter may be cut: ``Elements()``, ``Rows(n)``,
       ``Block(dims, n)``, ``Whole()``, or a function ``(fqn, param)`` that returns one. Default:
       ``Rows(1)``, ``Block(2, 1)`` for more than two dims (the rows of fused experts), and
-      ``Elements()`` for fewer.
+      ``Elements()`` for fewer. Names are relative to ``module``; in a list of several they begin
+      with the module's place in it, as "1.weight".
 
-    After the call ``module``'s class is ``FSDP<its class>``, a subclass of it and of
-    ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views of one
-    flat buffer per dtype. Values are taken from this rank's memory: all ranks must hold the same.
-    Build optimizers after the call: the step of one that holds replaced parameters is refused.
+    Returns what was passed. Afterwards ``module``'s class is ``FSDP<its class>``, a subclass of it
+    and of ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views
+    of one flat buffer per dtype. Values are taken from this rank's memory: all ranks must hold the
+    same. Build optimizers after the call: the step of one that holds replaced parameters is
+    refused.
 
     Raises on every rank alike, and before anything is changed: TypeError, ValueError or
     NotImplementedError for arguments; RuntimeError without a process group, or if the ranks wrap
     different things.
     """
-    _check_module(module)
+    leave_untraced(run_gathered, *param_group.HOOKS, *saved_tensors.HOOKS, *unit.HOOKS)
+    modules = _roots(module)
     check_reshard(reshard_after_forward)
     check_policy(mp_policy)
     check_offload(offload_policy)
     _check_ignored(ignored_params)
     _check_dims(dp_mesh_dims)
     check_placement_fn(shard_placement_fn)
-    mesh = _check_mesh(mesh, module)
+    mesh = _check_mesh(mesh, modules)
     data = data_mesh_of(mesh, dp_mesh_dims)
     reshard = reshard_over(reshard_after_forward, data.shards)
     if reshard is None and data.shard_axis is None:
         reshard = False  # no other rank's memory to save it for
     device = _device(mesh)
-    own = _own_params(module, ignored_params or set())
+    own = _own_params(modules, ignored_params or set())
     meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
     found: list[list[Managed]] = []
     borrowed: list[ParamGroup] = []
     error = None
     try:
         items, ties = _collect(
-            module, ignored_params or set(), granularity, shard_placement_fn, data
+            modules, ignored_params or set(), granularity, shard_placement_fn, data
         )
-        _check_devices(items, module, device)
+        _check_devices(items, _names(modules), device)
         found = _split(items)
         for items in found:  # they may be on meshes of their own
             reshard_over(reshard_after_forward, items[0].data.shards)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
-    described = _describe(module, data, f"{mp_policy}, {offload_policy}", reshard, found)
+    described = _describe(modules, data, f"{mp_policy}, {offload_policy}", reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)
     others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
     agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
@@ -136,10 +156,13 @@ def fully_shard(
         owner.lent = True
         if owner not in borrowed:
             borrowed.append(owner)
-    _move_buffers(module, device)
-    unit = Unit(module, groups, borrowed, mp_policy, reshard)
-    module.__dict__[UNIT] = unit
-    module.__class__ = _wrapped_class(type(module))
+    _move_buffers(modules, device)
+    wrapped = Unit(modules, groups, borrowed, mp_policy, reshard)
+    for each in modules:
+        each.__dict__[UNIT] = wrapped
+        each.__class__ = _wrapped_class(type(each))
+        if "forward" in each.__dict__:  # set on the instance, as torch.compile and others do
+            register_fsdp_forward_method(each, "forward")
     note_wrap()
     return module
 
@@ -151,17 +174,38 @@ def _wrapped_class(cls: type) -> type:
     return _wrapped_classes[cls]
 
 
+def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules to wrap, checked: those of a list that are not inside another of it."""
+    if isinstance(module, nn.Module):
+        modules = [module]
+    elif isinstance(module, (list, tuple)):
+        modules = list({id(each): each for each in module}.values())
+        if not modules:
+            raise ValueError("module is an empty list; pass the modules to shard together.")
+    else:
+        raise TypeError(
+            f"module is a {type(module).__name__}, expected an nn.Module or a list of them."
+        )
+    for each in modules:
+        _check_module(each)
+    inside = {id(m) for each in modules for m in each.modules() if m is not each}
+    return [each for each in modules if id(each) not in inside]
+
+
+def _names(modules: Sequence[nn.Module]) -> str:
+    return ", ".join(type(module).__name__ for module in modules)
+
+
 def _check_module(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"module is a {type(module).__name__}, expected an nn.Module; wrap the modules of a "
-            "list one by one."
+            f"the list holds a {type(module).__name__}, expected only modules (nn.Module)."
         )
     if isinstance(module, FSDPModule):
         raise ValueError(
             f"{type(module).__name__} is wrapped already; call fully_shard once per module."
         )
-    if type(module).forward is nn.Module.forward:
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ValueError(
             f"{type(module).__name__} has no forward to gather for; wrap the modules inside it, "
             "or a module around it that has one."
@@ -187,14 +231,14 @@ def _check_dims(dims: DataParallelMeshDims | None) -> None:
         )
 
 
-def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
+def _check_mesh(mesh: DeviceMesh | None, modules: Sequence[nn.Module]) -> DeviceMesh:
     if not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs a process group and there is none; start the script with torchrun "
             "and call torch.distributed.init_process_group() first."
         )
     if mesh is None:
-        return init_device_mesh(_default_device_type(module), (dist.get_world_size(),))
+        return init_device_mesh(_default_device_type(modules), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh is a {type(mesh).__name__}, expected a DeviceMesh; pass for example "
@@ -209,8 +253,11 @@ def _check_mesh(mesh: DeviceMesh | None, module: nn.Module) -> DeviceMesh:
     return mesh
 
 
-def _default_device_type(module: nn.Module) -> str:
-    kinds = {param.device.type for param in module.parameters()} - {"meta", "cpu"}
+def _default_device_type(modules: Sequence[nn.Module]) -> str:
+    kinds = {param.device.type for module in modules for param in module.parameters()} - {
+        "meta",
+        "cpu",
+    }
     if kinds:
         return kinds.pop()
     return "cuda" if "nccl" in dist.get_backend() else "cpu"
@@ -224,18 +271,18 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _collect(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     ignored: set[nn.Parameter],
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None,
     placement_fn: PlacementFn | None,
     data: DataMesh,
 ) -> tuple[list[Managed], dict[tuple[ParamGroup, int], list]]:
-    """Return the parameters that ``module`` will manage, and its ties to other units'."""
+    """Return the parameters that the unit will manage, and its ties to other units'."""
     found: dict[int, Managed] = {}
     ties: dict[tuple[ParamGroup, int], list] = {}
     ignored_ids = {id(param) for param in ignored}
     whole_meshes: dict[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = {}
-    for prefix, submodule in _unwrapped(module, ""):
+    for prefix, submodule in _unwrapped(modules):
         for name, param in submodule._parameters.items():
             if param is None or id(param) in ignored_ids:
                 continue
@@ -255,10 +302,11 @@ def _collect(
     return list(found.values()), ties
 
 
-def _unwrapped(module: nn.Module, prefix: str):
-    """Yield (prefix, module) of ``module`` and what is under it, down to wrapped submodules."""
+def _unwrapped(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix, module) of ``modules`` and what is under them, down to wrapped submodules."""
     seen = set()
-    stack = [(prefix, module)]
+    prefixes = [""] if len(modules) == 1 else [f"{place}." for place in range(len(modules))]
+    stack = list(zip(prefixes, modules, strict=True))[::-1]
     while stack:
         prefix, module = stack.pop()
         if id(module) in seen:
@@ -273,11 +321,11 @@ def _unwrapped(module: nn.Module, prefix: str):
         stack.extend(reversed(children))
 
 
-def _own_params(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
+def _own_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Parameter]:
     ignored_ids = {id(param) for param in ignored}
     return [
         param
-        for _, submodule in _unwrapped(module, "")
+        for _, submodule in _unwrapped(modules)
         for param in submodule._parameters.values()
         if param is not None
         and id(param) not in ignored_ids
@@ -306,8 +354,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
         )
 
 
-def _check_devices(items: list[Managed], module: nn.Module, device: torch.device) -> None:
-    name = type(module).__name__
+def _check_devices(items: list[Managed], name: str, device: torch.device) -> None:
     for item in items:
         kind = item.original.device
         if kind.type not in ("meta", "cpu") and kind != device:
@@ -339,7 +386,7 @@ def _split(items: list[Managed]) -> list[list[Managed]]:
 
 
 def _describe(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     data: DataMesh,
     policies: str,
     reshard: bool | int | None,
@@ -347,7 +394,7 @@ def _describe(
 ) -> str:
     """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter."""
     lines = [
-        f"{type(module).__name__} over {data.replicas} x {data.shards} ranks with {policies} "
+        f"{_names(modules)} over {data.replicas} x {data.shards} ranks with {policies} "
         f"and reshard_after_forward={reshard}",
     ]
     for items in groups:
@@ -370,8 +417,8 @@ def _describe_mesh(item: Managed, data: DataMesh) -> str:
     return text
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for _, submodule in _unwrapped(module, ""):
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    for _, submodule in _unwrapped(modules):
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 submodule._buffers[name] = buffer.to(device)

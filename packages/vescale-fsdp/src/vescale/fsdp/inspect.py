@@ -36,10 +36,10 @@ class Group(Protocol):
 class TensorLayout:
     """One parameter in its group's buffer.
 
-    ``name`` is the FQN without the unit's own. ``shape`` is that of the whole parameter, and
-    ``numel`` counts what tensor or expert parallelism leaves of it to the group. No rank boundary
-    cuts a run of ``block`` elements; ``shard_runs`` says how many elements the ranks hold, as pairs
-    ``(numel, ranks)`` in rank order.
+    ``name`` is the FQN without the unit's own, or all of it where the unit has several modules.
+    ``shape`` is that of the whole parameter, and ``numel`` counts what tensor or expert parallelism
+    leaves of it to the group. No rank boundary cuts a run of ``block`` elements; ``shard_runs``
+    says how many elements the ranks hold, as pairs ``(numel, ranks)`` in rank order.
     """
 
     name: str
@@ -223,12 +223,18 @@ def readable(nbytes: int) -> str:
 
 def _group_layout(group: Group, shapes: Mapping[str, Sequence[int]]) -> GroupLayout:
     prefix = f"{group.name}." if group.name else ""
+    parts = getattr(group, "parts", ())
     tensors = []
     for index, (request, offset) in enumerate(
         zip(group.plan.requests, group.plan.offsets, strict=True)
     ):
-        name = request.fqn.removeprefix(prefix)
-        shape = shapes.get(f"{prefix}{name}", (request.numel,))
+        if parts:  # names in a unit of several modules start with the module's place in it
+            part, _, name = request.fqn.partition(".")
+            name = full = f"{parts[int(part)]}.{name}"
+        else:
+            name = request.fqn.removeprefix(prefix)
+            full = f"{prefix}{name}"
+        shape = shapes.get(full, (request.numel,))
         block = max(1, min(request.block, request.numel))
         runs = group.plan.shard_runs(index)
         tensors.append(TensorLayout(name, tuple(shape), request.numel, block, offset, runs))

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``fully_shard`` makes of a module: its own class, plus gathering around its forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from vescale.dtensor import Replicate, Shard, distribute_tensor, is_ragged_shard
+from vescale.fsdp._torch_compat import untraced
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.comm_settings import CommSettings
 from vescale.fsdp.copying import copy_wrapped
 from vescale.fsdp.gather_settings import GatherSettings
@@ -23,14 +26,14 @@ from vescale.fsdp.units import UNIT, param_groups, unit_of, units_of
 class UnshardHandle:
     """A gather under way; see ``FSDPModule.unshard``."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = tuple(units)
 
     def wait(self) -> None:
         """Wait until the full parameters are in their modules. Further calls do nothing."""
-        if self._unit is not None:
-            self._unit.unshard()
-            self._unit = None
+        for unit in self._units:
+            unit.unshard()
+        self._units = ()
 
 
 class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
@@ -40,44 +43,61 @@ class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
     other times its parameters are sharded DTensors.
     """
 
+    _vescale_runs = False  # in the __dict__ of a module that runs now; a guard of compiled code
+
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         # Containers build slices of themselves with type(self)(...): those are plain modules.
         at = cls.__mro__.index(FSDPModule) + len(FSDPModule.__mro__) - 1  # what it was mixed into
         return cls.__mro__[at](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(self, super().__call__, args, kwargs)
+        return run_gathered(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward; a direct call gathers as calling the module does."""
-        return _run(self, super().forward, args, kwargs)
+        if self._vescale_runs:
+            return super().forward(*args, **kwargs)
+        return run_gathered(self, super().forward, args, kwargs)
 
     # --- gathering by hand ------------------------------------------------------------------
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters (not those of wrapped submodules).
+    def unshard(self, async_op: bool = False, *, recurse: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters, with ``recurse`` those of wrapped submodules too.
 
         With ``async_op`` the gather is only launched; ``wait()`` of the returned handle, or the
         next forward, completes it. ``reshard()`` or the next forward frees the memory.
         """
-        unit = unit_of(self)
-        if async_op:
+        check_bool("async_op", async_op)
+        check_bool("recurse", recurse)
+        unit_of(self)
+        units = units_of(self, recurse)
+        for unit in units:
             unit.prefetch()
-            return UnshardHandle(unit)
-        unit.unshard()
+        handle = UnshardHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
         return None
 
-    def reshard(self) -> None:
-        """Free this module's full parameters and put the sharded ones in place."""
-        unit = unit_of(self)
-        unit.reshard()
-        unit.drop_kept()
-        unit.drop_unclaimed()
-        unit.settle()
+    def reshard(self, *, recurse: bool = False) -> None:
+        """Free this module's full parameters and put the sharded ones in place.
+
+        With ``recurse`` those of wrapped submodules too.
+        """
+        check_bool("recurse", recurse)
+        unit_of(self)
+        for unit in units_of(self, recurse):
+            unit.reshard()
+            unit.drop_kept()
+            unit.drop_unclaimed()
+            unit.settle()
 
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward: drop gradients not yet reduced, free
-        full parameters, forget the iteration. Every rank must call it."""
+        full parameters, forget the iteration. Every rank must call it.
+
+        It may be called on any wrapped module of a model and concerns all of them.
+        """
         unit = unit_of(self)
         if unit.schedule is not None:
             unit.schedule.reset(drop_gradients=True)
@@ -111,11 +131,15 @@ class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         unit = unit_of(self)
         unit.reshard()
+        if unit.schedule is not None:
+            unit.schedule.finish_reductions()
         for group in unit.groups:
             group.prepare_move()
         super()._apply(fn, recurse)
         for group in unit.groups:
-            group.adopt_moved()
+            # Where a unit has several modules, the others may be moved next.
+            if len(unit.modules) == 1 or group.moved_alike:
+                group.adopt_moved()
         return self
 
     def _load_from_state_dict(
@@ -133,32 +157,53 @@ class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-def _run(module: FSDPModule, inner: Callable, args: tuple, kwargs: dict) -> Any:
-    unit = unit_of(module)
-    if unit.entered:  # forward() inside of __call__(), or a module that calls itself
+def run_gathered(module: FSDPModule, inner: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call ``inner(*args, **kwargs)`` as a forward of ``module``: its parameters are gathered.
+
+    torch.compile sees ``inner`` only; see ``fully_shard``.
+    """
+    if module._vescale_runs:  # a method of its own, or a module that calls itself
         return inner(*args, **kwargs)
-    if unit.schedule is None:
-        _become_root(module)
-    unit.entered = True
+    module.__dict__["_vescale_runs"] = True
     try:
-        args, kwargs = unit.before_forward(args, kwargs)
-        with saved_tensor_watch():
+        args, kwargs, watch = untraced(_enter)(module, args, kwargs)
+        with watch:
             output = inner(*args, **kwargs)
-        return unit.after_forward(output)
+        return untraced(_leave)(module, output)
     except BaseException:
-        unit.schedule.abort_forward()
+        untraced(_abort)(module)
         raise
     finally:
-        unit.entered = False
+        module.__dict__.pop("_vescale_runs", None)
 
 
-def _become_root(module: nn.Module) -> None:
-    """Put all units under ``module`` on one schedule."""
+def _enter(
+    module: FSDPModule, args: tuple, kwargs: dict
+) -> tuple[tuple, dict, AbstractContextManager]:
+    unit = unit_of(module)
+    if unit.schedule is None:
+        become_root(unit)
+    return *unit.before_forward(args, kwargs), saved_tensor_watch()
+
+
+def _leave(module: FSDPModule, output: Any) -> Any:
+    return unit_of(module).after_forward(module, output)
+
+
+def _abort(module: FSDPModule) -> None:
+    schedule = unit_of(module).schedule
+    if schedule is not None:
+        schedule.abort_forward()
+
+
+def become_root(root: Unit) -> None:
+    """Put all units under the modules of ``root`` on one schedule."""
     schedule = Schedule()
-    param_groups(module)  # names them
-    for unit in units_of(module, recurse=True):
+    for module in root.modules:
+        param_groups(module)  # names them
+    for unit in {id(u): u for m in root.modules for u in units_of(m, recurse=True)}.values():
         unit.join(schedule)
-        unit.is_root = unit.module() is module
+        unit.is_root = unit is root
 
 
 def _managed_names(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, int, list[str]]]:

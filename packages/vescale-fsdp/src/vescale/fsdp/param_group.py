@@ -19,6 +19,7 @@ from torch import nn
 
 from vescale.dtensor.spec import spec_with_dtype
 from vescale.dtensor.tensor import local_of, set_local
+from vescale.fsdp._torch_compat import call_untraced
 from vescale.fsdp.comm_options import CommOptions
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
@@ -50,6 +51,7 @@ class ParamGroup:
     ) -> None:
         first = managed[0].original
         self.name = ""
+        self.parts: tuple[str, ...] = ()  # FQNs of the unit's modules, where it has several
         self.managed, self.data, self.device, self.policy = managed, data, device, policy
         self.offload = offload
         self.home = CPU if offloads(offload) else device  # of the shards; ``device`` computes
@@ -147,6 +149,12 @@ class ParamGroup:
             )
         self.reduction.forget_results()  # torch swaps no tensor that has a weak reference
 
+    @property
+    def moved_alike(self) -> bool:
+        """Whether the sharded parameters are of one device and dtype."""
+        locals_ = [item.sharded.to_local() for item in self.managed]
+        return len({(t.device, t.dtype) for t in locals_}) == 1
+
     def adopt_moved(self) -> None:
         """Bring the buffer back under parameters that ``Module._apply`` moved or cast.
 
@@ -239,9 +247,14 @@ class ParamGroup:
                 f"a rank may have died, or run another unit: {error}"
             ) from error
 
+    @property
+    def stale(self) -> bool:
+        """Whether full parameters were gathered before the sharded ones changed."""
+        return self.state is not State.SHARDED and self._version != self._sharded_version()
+
     def drop_stale(self) -> None:
-        """Free full parameters that were gathered before the sharded ones changed."""
-        if self.state is not State.SHARDED and self._version != self._sharded_version():
+        """Free full parameters that are stale."""
+        if self.stale:
             self._free()
 
     def gather(self) -> None:
@@ -328,7 +341,8 @@ class ParamGroup:
                     gathered.requires_grad_(requires_grad)
 
     def _sharded_version(self) -> int:
-        return sum(item.sharded._version for item in self.managed)
+        # The shard's own also counts what is written past the parameters, through ``.data``.
+        return self.weights.shard._version + sum(item.sharded._version for item in self.managed)
 
     # --- gradients --------------------------------------------------------------------------
 
@@ -416,4 +430,7 @@ class _Taker:
     def __call__(self, param: nn.Parameter) -> None:
         group = self._group()
         if group is not None:
-            group.take_gradient(self._index)
+            call_untraced(group.take_gradient, self._index)
+
+
+HOOKS = (_Taker.__call__,)  # what autograd calls: nothing to compile

@@ -2,6 +2,7 @@
 """Methods of a wrapped module that change how and when its gradients are reduced."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from vescale.fsdp.arguments import check_bool
-from vescale.fsdp.units import reduce_options_of, unit_of
+from vescale.fsdp.units import reduce_options_of, unit_of, units_of
 
 
 class ReduceSettings:
@@ -55,6 +56,15 @@ class ReduceSettings:
         for options in reduce_options_of(self, recurse):
             options.divide_factor = float(factor)
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Call ``set_gradient_divide_factor``: the old name of FSDP2."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is an old name; call set_gradient_divide_factor.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
     def set_force_sum_reduction_for_comms(self, enable: bool, *, recurse: bool = False) -> None:
         """Choose whether collectives only sum, and means are scaled before or after them."""
         check_bool("enable", enable)
@@ -87,6 +97,34 @@ class ReduceSettings:
             )
         for group in groups:
             group.reduce_options.hook, group.reduce_options.hook_stream = hook, stream
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Choose whether the end of backward waits for the last reductions.
+
+        With False the next backward overlaps them, and ``.grad`` is complete only after a backward
+        with True, the default. For micro-batches.
+        """
+        check_bool("is_last_backward", is_last_backward)
+        for unit in units_of(self, recurse=True):
+            unit.is_last_backward = is_last_backward
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accept True, which is how it always is: unused parameters take part in reductions.
+
+        Ranks may use different parameters. A parameter that no rank used keeps the ``.grad`` it
+        had, None after ``zero_grad()``, where FSDP2 gives it zeros. Raises NotImplementedError for
+        False: what is sent would depend on what this rank used.
+        """
+        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        check_bool("recurse", recurse)
+        if not reduce_scatter_unused_params:
+            raise NotImplementedError(
+                "set_reduce_scatter_unused_params(False) would reduce only what this rank used, "
+                "which hangs where another rank used something else; leave the call out. "
+                "Parameters that no rank used have .grad None all the same."
+            )
 
 
 @contextmanager

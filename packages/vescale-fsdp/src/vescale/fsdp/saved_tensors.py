@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from vescale.dtensor.tensor import local_of
-from vescale.fsdp._torch_compat import is_newest, top_saved_tensor_hooks
+from vescale.fsdp._torch_compat import call_untraced, is_newest, top_saved_tensor_hooks
 
 MOST_VIEWS = 1024  # kept for each buffer
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -43,6 +43,12 @@ class Watch:
         """How many views of the buffer are kept here, for backward to use again."""
         return len(self._views)
 
+    @property
+    def owner(self) -> object | None:
+        """Whose method ``on_use`` is, or None if it is gone."""
+        call = self._on_use()
+        return call.__self__ if call is not None else None
+
     def start(self) -> None:
         """Watch from now on; the buffer is a whole storage and has memory."""
         self._address = self._buffer().untyped_storage().data_ptr()
@@ -63,7 +69,7 @@ class Watch:
         """Have the buffer's contents in place."""
         call = self._on_use()
         if call is not None:
-            call()
+            call_untraced(call)
 
     def view(self, place: _Geometry) -> torch.Tensor:
         """Return the view of the buffer, its contents in place."""
@@ -85,6 +91,20 @@ class Watch:
 
 # Those whose buffer has memory now, by its address.
 _watches: dict[int, Watch] = {}
+
+
+def watched_by(tensor: torch.Tensor) -> object | None:
+    """Return whose method watches the buffer that ``tensor`` lies in now, or None."""
+    watch = _watch_over(tensor)
+    return watch.owner if watch is not None else None
+
+
+def _watch_over(tensor: torch.Tensor) -> Watch | None:
+    # A tensor-parallel parameter, or a view of one, lies there with its local part.
+    memory = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    if type(memory) in _PLAIN and memory.layout is torch.strided and memory.numel():
+        return _watches.get(memory.untyped_storage().data_ptr())
+    return None
 
 
 def others_watch() -> bool:
@@ -113,14 +133,10 @@ class _Place(NamedTuple):
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    watch, memory = None, tensor
-    if isinstance(tensor, DTensor):  # a tensor-parallel parameter, or a view of one
-        memory = local_of(tensor)
-    if type(memory) in _PLAIN and memory.layout is torch.strided:
-        watch = _watches.get(memory.untyped_storage().data_ptr())
+    watch = _watch_over(tensor)
     # The version, because torch checks none where hooks are in force.
     version = tensor._version
-    if watch is not None and memory is tensor and watch.holds(tensor):
+    if watch is not None and not isinstance(tensor, DTensor) and watch.holds(tensor):
         place = tensor.size(), tensor.stride(), tensor.storage_offset()
         return _Place(watch, place, version)
     node = tensor.grad_fn
@@ -144,3 +160,7 @@ def _unpack(saved: Any) -> torch.Tensor:
             "backward before optimizer.step() or load_state_dict()."
         )
     return tensor
+
+
+# What autograd calls: nothing to compile.
+HOOKS = (_pack, _unpack, _watch_over, Watch.holds, Watch.tell, Watch.view)

@@ -6,9 +6,14 @@ derives alike from the order of the forwards, never from the data:
 
 - ahead of a unit's forward, the gather of the unit that followed it last time;
 - ahead of its backward, the gather of the unit that preceded it;
+- instead of either, what the user chose for the unit;
 - reductions in the reverse of the order in which the units were first used, each when backward has
   come to the unit's inputs or to its end. A unit that is ready early waits for its turn, and one
   whose parameters had no gradient takes its turn with zeros.
+
+A forward of the root and one of a unit by itself (an encoder, the head for each chunk of a loss)
+have orders of their own, told apart by the *entry*: the unit that is called first. A backward
+reduces the units of the entries that it reaches, used or not, and leaves those of others alone.
 
 Where there are streams, a collective runs on its process group's stream between two points of the
 current stream: it starts after the work issued so far and is waited for where its result is used.
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from vescale.fsdp.unit import Unit
 
 ALL_REDUCES_IN_FLIGHT = 1
+IN_BACKWARD = -1  # the entry of forwards that run in a backward, to recompute
 
 
 class Schedule:
@@ -34,13 +40,18 @@ class Schedule:
         self._units: list[weakref.ref[Unit]] = []
         self._depth = 0
         self._in_backward = False
-        self._forward_order: list[int] = []  # by start of forward, in the running iteration
-        self._last_forward_order: list[int] = []  # and in the one before
+        self._entry = 0
+        self._forward_order: list[int] = []  # by start of forward, since the entry
+        self._last_forward_orders: dict[int, list[int]] = {}  # of the forward before, by entry
         self._forward_cursor = 0
-        self._backward_order: list[int] = []  # by end of forward
+        self._ended: list[int] = []  # by end of forward, since the entry
+        self._ended_orders: dict[int, list[int]] = {}  # by entry, the newest last
+        self._backward_order: list[int | None] = []  # of all entries; None between two of them
         self._backward_cursor = 0
         self._reduce_order: list[int] = []  # by first start of forward, ever
-        self._armed: set[int] = set()  # had a forward to differentiate since the last reduction
+        # By entry, the newest last: had a forward to differentiate since the last reduction.
+        self._armed: dict[int, set[int]] = {}
+        self._reached: set[int] = set()  # entries, by the backward that runs
         self._ready: set[int] = set()
         self._reducing: list[ParamGroup] = []  # over the ranks that shard
         self._replicating: list[ParamGroup] = []  # then over those that repeat
@@ -69,49 +80,62 @@ class Schedule:
             if self._in_backward and current_backward() == -1:
                 self.reset(drop_gradients=True)  # the last backward raised and never ended
             if not self._in_backward:
-                self._start_iteration()
+                self._start_iteration(unit)
         self._depth += 1
         if not self._in_backward:
             self._forward_order.append(unit.index)
             if unit.index not in self._reduce_order:
                 self._reduce_order.append(unit.index)
 
-    def _start_iteration(self) -> None:
+    def _start_iteration(self, entry: "Unit") -> None:
         for unit in self._live():
-            # Also a root that was kept for a backward: an optimizer may have stepped since.
-            if unit.kept_by_default:
-                unit.reshard()
-            unit.drop_kept()
+            unit.start_iteration(entry)
+            if unit.post_optim_event is not None:
+                unit.post_optim_event.wait()
+                unit.post_optim_event = None
         if self._forward_order:
-            self._last_forward_order = self._forward_order
-        self._forward_order, self._backward_order = [], []
+            self._last_forward_orders[self._entry] = self._forward_order
+        self._entry = entry.index
+        self._forward_order, self._ended = [], []
         self._forward_cursor = 0
 
     def arm(self, unit: "Unit") -> None:
         """Note that a forward of ``unit`` will be differentiated: it takes part in a reduction."""
-        self._armed.add(unit.index)
+        entry = IN_BACKWARD if self._in_backward else self._entry
+        armed = self._armed.pop(entry, set())
+        armed.add(unit.index)
+        self._armed[entry] = armed
 
     def prefetch_forward(self, unit: "Unit") -> None:
-        """Gather the unit that followed ``unit`` in the last iteration."""
+        """Gather what the user chose, or the unit that followed ``unit`` in the last iteration."""
         if self._in_backward:
             return
-        order = self._last_forward_order
+        for ref in unit.forward_prefetch:
+            self._prefetch(ref())
+        order = self._last_forward_orders.get(self._entry, [])
         try:
             at = order.index(unit.index, self._forward_cursor)
         except ValueError:
             return  # another path than last time; a wrong guess would only cost
         self._forward_cursor = at + 1
-        if at + 1 < len(order):
-            self._prefetch(order[at + 1])
+        if at + 1 < len(order) and not unit.forward_prefetch:
+            self._prefetch(self._unit(order[at + 1]))
 
     def leave_forward(self, unit: "Unit", *, differentiable: bool) -> None:
         """Note that ``unit`` ended its forward."""
         self._depth -= 1
-        if not self._in_backward and differentiable:
-            self._backward_order.append(unit.index)
-            self._backward_cursor = len(self._backward_order)
-        if self._depth == 0 and not self._in_backward:
-            self._drop_unclaimed()
+        if self._in_backward:
+            return
+        if differentiable:
+            if not self._ended:
+                self._ended_orders.pop(self._entry, None)
+                self._ended_orders[self._entry] = self._ended
+            if self._ended[-1:] != [unit.index]:  # of several modules of one unit
+                self._ended.append(unit.index)
+        if self._depth == 0:
+            for other in self._live():
+                other.end_partly_run(unit)
+                other.drop_unclaimed()
 
     def abort_forward(self) -> None:
         """Note that a forward raised; the outermost one leaves everything sharded."""
@@ -119,32 +143,35 @@ class Schedule:
         if self._depth == 0 and not self._in_backward:
             self.reset(drop_gradients=False)
 
-    def _prefetch(self, index: int) -> None:
-        unit = self._unit(index)
-        if unit is not None:
+    def _prefetch(self, unit: "Unit | None") -> None:
+        if unit is not None and (unit.unshard_in_backward or not self._in_backward):
             unit.prefetch()
-
-    def _drop_unclaimed(self) -> None:
-        for unit in self._live():
-            unit.drop_unclaimed()
 
     # --- backward ---------------------------------------------------------------------------
 
-    def enter_backward(self) -> None:
-        """Note that backward reached a unit; the first call waits for the end of the pass."""
+    def enter_backward(self, unit: "Unit") -> None:
+        """Note that backward reached ``unit``; the first call waits for the end of the pass."""
         if not self._in_backward:
             self._in_backward = True
+            self._backward_order = [i for o in self._ended_orders.values() for i in (None, *o)]
             self._backward_cursor = len(self._backward_order)
+            self._reached = {IN_BACKWARD}
             on_backward_end(self._leave_backward)
+        for entry in reversed(self._armed):
+            if unit.index in self._armed[entry]:
+                self._reached.add(entry)
+                break
 
     def prefetch_backward(self, unit: "Unit") -> None:
-        """Gather the unit that ended its forward just before ``unit`` did."""
+        """Gather what the user chose, or the unit that ended its forward just before ``unit``."""
+        for ref in unit.backward_prefetch:
+            self._prefetch(ref())
         order = self._backward_order
         for at in range(self._backward_cursor - 1, -1, -1):
             if order[at] == unit.index:
                 self._backward_cursor = at
-                if at:
-                    self._prefetch(order[at - 1])
+                if order[at - 1] is not None and not unit.backward_prefetch:
+                    self._prefetch(self._unit(order[at - 1]))
                 return
 
     def ready(self, unit: "Unit") -> None:
@@ -153,22 +180,26 @@ class Schedule:
         A unit that lends a parameter has its turn at the end of the pass: the gradient is complete
         when all borrowers are done.
         """
-        if unit.lends or (unit.index not in self._armed and not unit.has_gradients):
+        if unit.lends or not (self._expects(unit.index) or unit.has_gradients):
             return
         self._ready.add(unit.index)
-        self._armed.add(unit.index)
         for index in reversed(self._reduce_order):
             if index in self._ready:
                 self._reduce(index)
-            elif index in self._armed and not self._lends(index):
+            elif self._expects(index) and not self._lends(index):
                 return
+
+    def _expects(self, index: int) -> bool:
+        """Tell whether this backward must reduce the unit, with zeros if need be."""
+        return any(index in self._armed.get(entry, ()) for entry in self._reached)
 
     def _lends(self, index: int) -> bool:
         unit = self._unit(index)
         return unit is not None and unit.lends
 
     def _reduce(self, index: int) -> None:
-        self._armed.discard(index)
+        for entry in self._reached:
+            self._armed.get(entry, set()).discard(index)
         self._ready.discard(index)
         unit = self._unit(index)
         if unit is None:
@@ -191,20 +222,30 @@ class Schedule:
         self._in_backward = False
         for index in reversed(self._reduce_order):
             unit = self._unit(index)
-            if index in self._armed or (unit is not None and unit.has_gradients):
+            if self._expects(index) or (unit is not None and unit.has_gradients):
                 self._reduce(index)
         for unit in self._live():  # an owner that never ran itself, only its borrowers
             if unit.has_gradients:
                 self._reduce(unit.index)
-        for group in self._reducing:
-            self._advance(group)
-        for group in self._replicating:
-            group.finish_reduce()
-        self._reducing.clear()
-        self._replicating.clear()
+        if all(unit.is_last_backward for unit in self._live()):
+            self.finish_reductions()
+        waiting = set().union(*(a for e, a in self._armed.items() if e not in self._reached))
         self._ready.clear()
+        self._reached.clear()
         for unit in self._live():
-            unit.leave_backward()
+            unit.leave_backward(reshard=unit.index not in waiting)
+
+    def finish_reductions(self) -> None:
+        """Wait for the reductions under way and hand their results over."""
+        while self._reducing:
+            self._advance(self._reducing.pop(0))
+        while self._replicating:
+            self._replicating.pop(0).finish_reduce()
+
+    def share_reductions(self, other: "Schedule") -> None:
+        """Count reductions in flight together with those of ``other``, a root beside this one."""
+        self.finish_reductions()
+        self._reducing, self._replicating = other._reducing, other._replicating
 
     # --- recovery ---------------------------------------------------------------------------
 
@@ -215,10 +256,14 @@ class Schedule:
         """
         self._depth = 0
         self._in_backward = False
-        self._forward_order, self._backward_order = [], []
+        self._forward_order, self._ended = [], []
+        self._ended_orders.clear()
         self._armed.clear()
+        self._reached.clear()
         self._ready.clear()
-        self._reducing.clear()
-        self._replicating.clear()
-        for unit in self._live():
+        units = self._live()
+        mine = {id(group) for unit in units for group in unit.groups}
+        for under_way in (self._reducing, self._replicating):
+            under_way[:] = [group for group in under_way if id(group) not in mine]
+        for unit in units:
             unit.reset(drop_gradients=drop_gradients)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One wrapped module: its parameter groups, and where it stands in the step."""
+"""The modules of one ``fully_shard``: their parameter groups, and where they stand in the step."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from vescale.fsdp._torch_compat import current_backward, will_execute
+from vescale.fsdp._torch_compat import call_untraced, current_backward, will_execute
 from vescale.fsdp.param_group import ParamGroup, State
 from vescale.fsdp.policy import MixedPrecisionPolicy
-from vescale.fsdp.saved_tensors import others_watch
+from vescale.fsdp.saved_tensors import others_watch, watched_by
 from vescale.fsdp.schedule import Schedule
 from vescale.fsdp.structure import cast_floating, map_tensors, tensors_in
 
@@ -25,9 +25,12 @@ class _Call:
         self._nodes = [tensor.grad_fn for tensor in inputs] if len(inputs) > 1 else None
         self._missing = 0
         for tensor in inputs:
-            tensor.register_hook(self._arrived)
+            tensor.register_hook(self._hook)
 
-    def _arrived(self, _: torch.Tensor) -> None:
+    def _hook(self, _: torch.Tensor) -> None:
+        call_untraced(self._arrived)
+
+    def _arrived(self) -> None:
         if self._nodes is not None:
             if not self._missing:
                 self._missing = sum(map(will_execute, self._nodes))
@@ -43,31 +46,44 @@ class _Call:
 class Unit:
     """Gather before use, free after it, and say when backward is done.
 
+    A unit has one module, or several: then the first that runs gathers, and the parameters are
+    freed when all have run, or at the end of the outermost forward around them.
+
     ``groups`` are the unit's own; ``borrowed`` ones belong to another unit, which owns a parameter
     tied to one of this unit's modules.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         groups: list[ParamGroup],
         borrowed: list[ParamGroup],
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        self.module = weakref.ref(module)
+        self._modules = [weakref.ref(module) for module in modules]
         self.groups, self.borrowed, self.policy = groups, borrowed, policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.is_last_backward = True
+        self.post_optim_event: torch.Event | None = None
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.schedule: Schedule | None = None
         self.index = -1
         self.is_root = False
-        self.entered = False
+        self._ran: set[int] = set()  # modules that ended, while others are still to come
         self.in_backward = False
         self.kept_by_default = False  # gathered still, by a forward and nobody's wish
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         for group in groups:
-            group.listen(self.before_backward, self.gradient_arrived)
+            group.listen(self.needed_in_backward, self.gradient_arrived)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that are left, in the order of the call of ``fully_shard``."""
+        return [module for ref in self._modules if (module := ref()) is not None]
 
     @property
     def all_groups(self) -> list[ParamGroup]:
@@ -86,6 +102,8 @@ class Unit:
 
     def join(self, schedule: Schedule) -> None:
         """Take part in ``schedule`` from now on."""
+        if self.schedule is not None:
+            self.schedule.finish_reductions()
         self.schedule = schedule
         self.index = schedule.add(self)
 
@@ -120,6 +138,15 @@ class Unit:
         for group in self.all_groups:
             group.settle()
 
+    def start_iteration(self, entry: "Unit") -> None:
+        """Prepare for a forward that starts with ``entry``."""
+        if self is not entry:
+            self._ran.clear()
+        # Of a root that was kept for its backward, an optimizer may have stepped since.
+        if self.kept_by_default and any(group.stale for group in self.groups):
+            self.reshard()
+        self.drop_kept()
+
     def drop_kept(self) -> None:
         """Forget what ``reshard`` kept."""
         for group in self.groups:
@@ -150,24 +177,48 @@ class Unit:
             return self._watch_inputs(args, kwargs)
         return args, kwargs
 
-    def after_forward(self, output: Any) -> Any:
+    def after_forward(self, module: nn.Module, output: Any) -> Any:
         """Free the full parameters, unless they are kept, and return the output, cast."""
+        if any(watched_by(tensor) in self.all_groups for tensor in tensors_in(output)):
+            output = map_tensors(self._outliving, output)
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
         differentiable = self._differentiable
         if differentiable:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(_weakly(self.before_backward))
+                    tensor.register_hook(_Weakly(self.before_backward))
         if not differentiable:
             self.settle()
         if not self.in_backward:
-            if self._reshards_after_forward:
-                self.reshard(keep=not isinstance(self.reshard_after_forward, bool | None))
-            else:
-                self.kept_by_default = self.reshard_after_forward is None
+            self._ran.add(id(module))
+            if len(self._ran) == len(self._modules):
+                self._end_forward()
         self.schedule.leave_forward(self, differentiable=differentiable)
         return output
+
+    def _end_forward(self) -> None:
+        self._ran.clear()
+        if self._reshards_after_forward:
+            self.reshard(keep=not isinstance(self.reshard_after_forward, bool | None))
+        else:
+            self.kept_by_default = self.reshard_after_forward is None
+
+    def end_partly_run(self, outermost: "Unit") -> None:
+        """Note that the outermost forward ended: modules that did not run will not, for now.
+
+        A unit that was called by itself, as for each chunk of a loss, stays gathered: more such
+        calls or its backward follow.
+        """
+        if self._ran and not self.in_backward:
+            if self is outermost:
+                self.kept_by_default = self.reshard_after_forward is not False
+            else:
+                self._end_forward()
+
+    def _outliving(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a full parameter that forward returned; else the tensor itself."""
+        return tensor.clone() if watched_by(tensor) in self.all_groups else tensor
 
     @property
     def _differentiable(self) -> bool:
@@ -207,24 +258,33 @@ class Unit:
 
     def before_backward(self) -> None:
         """Have the full parameters in place: backward reached the unit."""
+        self._enter_backward(gather=self.unshard_in_backward)
+
+    def needed_in_backward(self) -> None:
+        """Have the full parameters in place, also where the user said that none is needed."""
+        self._enter_backward(gather=True)
+
+    def _enter_backward(self, *, gather: bool) -> None:
         groups = self.all_groups
+        there = all(group.state is State.GATHERED for group in groups)
         if torch.is_grad_enabled():
             for group in groups:
                 group.second_order = True
-        if self.in_backward and all(group.state is State.GATHERED for group in groups):
+        if self.in_backward and (there or not gather):
             return
         if current_backward() == -1:  # somebody looks into the graph
             self.unshard()
             return
         self.in_backward = True
-        self.schedule.enter_backward()
-        self.unshard()
+        self.schedule.enter_backward(self)
+        if gather:
+            self.unshard()
         self.schedule.prefetch_backward(self)
 
     def gradient_arrived(self) -> None:
         """Have the pass's end noticed, also where nothing that a forward saved leads here."""
         if self.schedule is not None and current_backward() != -1:
-            self.schedule.enter_backward()
+            self.schedule.enter_backward(self)
 
     def inputs_done(self, call: _Call) -> None:
         """Note that the inputs of ``call`` have their gradients; the last call ends the unit."""
@@ -240,29 +300,37 @@ class Unit:
             self.reshard()
             self.in_backward = False
 
-    def leave_backward(self) -> None:
-        """Free the full parameters: the pass has ended."""
+    def leave_backward(self, *, reshard: bool) -> None:
+        """Note that the pass has ended; ``reshard`` unless a backward of the unit is to come."""
         self.in_backward = False
         self.settle()
+        self._ran.clear()
         if self.reshard_after_backward:
-            self.reshard()
+            if reshard:
+                self.reshard()
             self.drop_unclaimed()
 
     def reset(self, *, drop_gradients: bool) -> None:
         """Return to the state before a forward."""
-        self.entered = self.in_backward = self.kept_by_default = False
+        self.in_backward = self.kept_by_default = False
+        for module in self.modules:
+            module.__dict__.pop("_vescale_runs", None)
+        self._ran.clear()
         self._calls.clear()
         for group in self.groups:
             group.reset(drop_gradients=drop_gradients)
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[torch.Tensor], None]:
-    """Return a tensor hook that calls a bound method without keeping its object alive."""
-    reference = weakref.WeakMethod(method)
+class _Weakly:
+    """A tensor hook that calls a bound method without keeping its object alive."""
 
-    def hook(_: torch.Tensor) -> None:
-        call = reference()
-        if call is not None:
-            call()
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
 
-    return hook
+    def __call__(self, _: torch.Tensor) -> None:
+        method = self._method()
+        if method is not None:
+            call_untraced(method)
+
+
+HOOKS = (_Call._hook, _Weakly.__call__)  # what autograd calls: nothing to compile

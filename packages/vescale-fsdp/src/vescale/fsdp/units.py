@@ -42,13 +42,25 @@ def groups_of(module: nn.Module, recurse: bool) -> list[ParamGroup]:
 def param_groups(model: nn.Module) -> list[ParamGroup]:
     """Return the parameter groups of ``model``'s units, in the order of ``named_modules``.
 
-    Each group's ``name`` is the FQN of its unit in ``model``; "" for the model itself.
+    Each group's ``name`` is the FQN of its unit in ``model``, "" for the model itself; of a unit
+    of several modules, all their FQNs, which ``group.parts`` has one by one.
     """
-    groups: dict[int, ParamGroup] = {}
+    parts: dict[int, list[str]] = {}
+    units: dict[int, Unit] = {}
     for name, module in model.named_modules():
         unit = find_unit(module)
-        for group in unit.groups if unit is not None else ():
-            if id(group) not in groups:
-                group.name = name
-                groups[id(group)] = group
-    return list(groups.values())
+        if unit is not None:
+            units[id(unit)] = unit
+            parts.setdefault(id(unit), []).append(name)
+    groups = [group for unit in units.values() for group in unit.groups]
+    for key, unit in units.items():
+        several = len(unit.modules) > 1
+        for group in unit.groups:
+            group.name = ", ".join(parts[key])
+            group.parts = _in_order(unit, model) if several else ()
+    return groups
+
+
+def _in_order(unit: Unit, model: nn.Module) -> tuple[str, ...]:
+    names = {id(module): name for name, module in model.named_modules()}
+    return tuple(names.get(id(module), type(module).__name__) for module in unit.modules)

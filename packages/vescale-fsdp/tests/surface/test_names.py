@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every public name of FSDP2 is here, with its arguments; the page that lists them is checked."""
+
+import inspect
+import re
+from pathlib import Path
+
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.fsdp._fully_shard import __all__ as NAMES
+
+import vescale.fsdp
+
+PAGE = Path(__file__).parents[4] / "docs" / "reference" / "fsdp2-surface.md"
+# What is missing, and why. A name that is there must not be listed.
+MISSING: dict[str, str] = {}
+COMPARISONS = [
+    text
+    for path in sorted(Path(__file__).parents[1].glob("**/test_*.py"))
+    if path != Path(__file__)
+    and re.search(r"testing.side_by_side|torch.distributed.fsdp", text := path.read_text())
+]
+
+
+def methods():
+    return sorted(
+        name
+        for name, value in vars(torch_fsdp.FSDPModule).items()
+        if inspect.isfunction(value) and (not name.startswith("_") or name.endswith("_op"))
+    )
+
+
+def surface():
+    """Yield (name, torch's object, ours or None)."""
+    for name in sorted(NAMES):
+        yield name, getattr(torch_fsdp, name), getattr(vescale.fsdp, name, None)
+    for name in methods():
+        theirs = getattr(torch_fsdp.FSDPModule, name)
+        yield f"FSDPModule.{name}", theirs, getattr(vescale.fsdp.FSDPModule, name, None)
+
+
+def parameters(function):
+    return inspect.signature(inspect.unwrap(function)).parameters
+
+
+def test_every_name_is_here_with_its_arguments_and_defaults():
+    missing = set()
+    for name, theirs, ours in surface():
+        if ours is None:
+            missing.add(name)
+            continue
+        if inspect.isclass(theirs):
+            continue
+        mine = parameters(ours)
+        for key, parameter in parameters(theirs).items():
+            if key not in mine:
+                missing.add(f"{name}({key})")
+                continue
+            assert mine[key].kind == parameter.kind, f"{name}({key})"
+            if parameter.default is not inspect.Parameter.empty:
+                assert mine[key].default == parameter.default, f"{name}({key})"
+        extra = [p for key, p in mine.items() if key not in parameters(theirs)]
+        assert all(p.default is not inspect.Parameter.empty for p in extra), name
+    late = {
+        name
+        for name in MISSING
+        if name.startswith("FSDPModule")
+        and not hasattr(torch_fsdp.FSDPModule, name.partition(".")[2])
+    }  # an older torch
+    assert missing == set(MISSING) - late
+
+
+def compared(name):
+    """Tell whether a test module that runs FSDP2 too uses ``name``."""
+    used = re.compile(rf"\b{re.escape(name.rpartition('.')[2])}\b")
+    return any(used.search(text) for text in COMPARISONS)
+
+
+def row(name, ours):
+    if ours is None:
+        return f"| `{name}` | no | {MISSING[name]} |"
+    doc = inspect.getdoc(ours).partition("\n\n")[0].replace("\n", " ").replace("``", "`")
+    return f"| `{name}` | {'yes' if compared(name) else 'untested'} | {doc} |"
+
+
+OPENING = """\
+# FSDP2's names in vescale.fsdp
+
+Every public name of `torch.distributed.fsdp`'s `fully_shard` API, of PyTorch 2.13, and whether it
+is here. "yes" also means that tests which run FSDP2 beside ours use it, most of them on one script
+for both: losses, gradients, numbers of collectives, and which parameters are whole when. Written by
+`packages/vescale-fsdp/tests/surface/test_names.py`.
+
+| name | here | what it does |
+|---|---|---|
+"""
+
+
+def page():
+    return OPENING + "\n".join(row(name, ours) for name, _, ours in surface()) + "\n"
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text() == page(), f"run: python {Path(__file__).name}"
+
+
+def test_every_method_is_compared_with_fsdp2():
+    there = [name for name, _, ours in surface() if ours is not None]
+    assert [name for name in there if not compared(name)] == []
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
