@@ -22,9 +22,9 @@ def agree(
     """Raise on every rank if one has an ``error`` or their descriptions of ``what`` differ.
 
     ``groups`` are those of the axes of a mesh, the last axis first; together they connect all of
-    its ranks. Costs one all-gather of 16 bytes per rank and axis, and a second one of 2 KiB only
-    to tell the error. The rank with the error raises it as it is; the others raise RuntimeError
-    with its message.
+    its ranks. Costs one all-gather of 16 bytes per rank and axis, and more only to tell what is
+    wrong. The rank with the error raises it as it is; the others raise RuntimeError with its
+    message.
     """
     groups = [groups] if isinstance(groups, dist.ProcessGroup) else groups
     groups = [group for group in groups if group.size() > 1]
@@ -32,23 +32,22 @@ def agree(
         if error is not None:
             raise error
         return
-    digest = int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], signed=True)
-    mine = torch.tensor([error is not None, digest], dtype=torch.int64, device=device)
+    mine = torch.tensor([error is not None, _digest(description)], dtype=torch.int64, device=device)
     everyone = _gather(mine, groups).tolist()
-    if all(flag == 0 and other == digest for flag, other in everyone):
-        return
-    text = str(error) if error is not None else description
-    texts = [_decode(row) for row in _gather(_encode(text, device), groups)]
-    if error is not None:
-        raise error
-    for rank, (flag, _) in enumerate(everyone):
-        if flag:
-            raise RuntimeError(f"rank {rank} of the group cannot {what}: {texts[rank]}")
-    first, rank = texts[0], next(r for r, (_, d) in enumerate(everyone) if d != everyone[0][1])
-    raise RuntimeError(
-        f"the ranks do not {what} alike; rank 0 and rank {rank} of the group differ first at: "
-        f"{_first_difference(first, texts[rank])}. Build and wrap the model alike on every rank."
-    )
+    failed = [rank for rank, (flag, _) in enumerate(everyone) if flag]
+    odd = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+    if failed:
+        texts = _gather(_encode(str(error), device), groups)
+        if error is not None:
+            raise error
+        rank = failed[0]
+        raise RuntimeError(f"rank {rank} of the group cannot {what}: {_decode(texts[rank])}")
+    if odd:
+        first, other = _first_difference(description, odd[0], device, groups)
+        raise RuntimeError(
+            f"the ranks do not {what} alike; rank 0 and rank {odd[0]} of the group differ first "
+            f"at: {first!r} and {other!r}. Build and wrap the model alike on every rank."
+        )
 
 
 def agree_everywhere(
@@ -90,8 +89,19 @@ def _decode(row: torch.Tensor) -> str:
     return bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def _first_difference(one: str, other: str) -> str:
-    for left, right in zip(one.splitlines(), other.splitlines(), strict=False):
-        if left != right:
-            return f"{left!r} and {right!r}"
-    return f"{len(one.splitlines())} and {len(other.splitlines())} lines of description"
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], signed=True)
+
+
+def _first_difference(
+    description: str, odd: int, device: torch.device, groups: Sequence[dist.ProcessGroup]
+) -> tuple[str, str]:
+    """Return the first line in which the rank ``odd`` differs from rank 0, of both. Collective."""
+    lines = description.splitlines()
+    count = int(_gather(torch.tensor([len(lines)], device=device), groups).max())
+    lines += ["nothing"] * (count + 1 - len(lines))
+    digests = torch.tensor([_digest(line) for line in lines], dtype=torch.int64, device=device)
+    everyone = _gather(digests, groups)
+    at = (everyone[odd] != everyone[0]).int().argmax()
+    texts = _gather(_encode(lines[at], device), groups)
+    return _decode(texts[0]), _decode(texts[odd])
