@@ -342,16 +342,29 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             "inside out, and tie parameters before the first call."
         )
     local = local_of(param) if isinstance(param, DTensor) else param
-    if type(local) not in (torch.Tensor, nn.Parameter):
+    if not _holds_plain_data(local):
         raise NotImplementedError(
-            f"{fqn} is a {type(local).__name__}, expected an nn.Parameter; tensor subclasses are "
-            "not supported yet. Pass it in ignored_params to leave it as it is."
+            f"{fqn} is a {type(local).__name__}, expected an nn.Parameter, or a subclass of it "
+            "without __torch_function__ and __torch_dispatch__; other tensor subclasses are not "
+            "supported yet. Pass it in ignored_params to leave it as it is."
         )
     if param.is_complex() and param.requires_grad:
         raise NotImplementedError(
             f"{fqn} is complex ({param.dtype}) and trainable, which is not supported yet; "
             "store it as real numbers and use torch.view_as_complex in forward."
         )
+
+
+def _holds_plain_data(tensor: torch.Tensor) -> bool:
+    """Tell whether operators treat ``tensor`` as the plain memory that it is."""
+    cls = type(tensor)
+    if cls in (torch.Tensor, nn.Parameter):
+        return True
+    plain = (nn.Parameter.__torch_function__, torch.Tensor.__torch_dispatch__)
+    return issubclass(cls, nn.Parameter) and plain == (
+        cls.__torch_function__,
+        cls.__torch_dispatch__,
+    )
 
 
 def _check_devices(items: list[Managed], name: str, device: torch.device) -> None:

@@ -40,6 +40,7 @@ class Managed:
     sharded: nn.Parameter = None
     gathered: nn.Parameter | None = None
     extras: dict = field(default_factory=dict)
+    kind: type[nn.Parameter] = nn.Parameter  # of the gathered form
 
     def __post_init__(self) -> None:
         if self.block is None:
@@ -91,6 +92,8 @@ class Managed:
             placements = (*placements, *self.parallel.other_placements)
         self.spec = ragged_spec(mesh, placements, tuple(original.shape), local.dtype)
         self.extras = {k: v for k, v in vars(original).items() if k != OWNER_ATTRIBUTE}
+        if self.parallel is None:
+            self.kind = type(original)
         self.sharded = nn.Parameter(
             make_ragged(self.form(local), self.spec), requires_grad=original.requires_grad
         )
@@ -108,11 +111,15 @@ class Managed:
     def make_gathered(self, flat: torch.Tensor) -> nn.Parameter:
         """Make the gathered form over ``flat``, the parameter in the full buffer, and return it.
 
-        Plain, or torch's DTensor on the parameter's own mesh.
+        Plain, or torch's DTensor on the parameter's own mesh. A subclass of nn.Parameter is kept,
+        with the attributes of its instance.
         """
         view = flat.view(self.block)
         data = view if self.parallel is None else self.parallel.wrap(view)
         self.gathered = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        if self.kind is not nn.Parameter:  # its constructor is its own: not called once more
+            self.gathered = data.detach().as_subclass(self.kind)
+            self.gathered.requires_grad_(self.sharded.requires_grad)
         vars(self.gathered).update(self.extras)
         return self.gathered
 
