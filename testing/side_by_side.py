@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,12 +70,25 @@ class Side:
         )
 
 
+def our_api() -> SimpleNamespace:
+    """Return what ``vescale.fsdp`` exports, to wrap with torch's collectives: those are counted."""
+
+    def fully_shard(module: Any, **options: Any) -> Any:
+        wrapped = vescale.fsdp.fully_shard(module, **options)
+        for each in wrapped if isinstance(wrapped, list) else [wrapped]:
+            each.set_collectives("torch", recurse=False)
+        return wrapped
+
+    names = {name: getattr(vescale.fsdp, name) for name in vescale.fsdp.__all__}
+    return SimpleNamespace(**{**names, "fully_shard": fully_shard})
+
+
 def compare(script: Callable, *args: Any, fewer: bool = False) -> tuple[Side, Side]:
     """Run ``script(side, *args)`` on both: numbers and states are equal, and the collectives.
 
     With ``fewer`` ours may do with fewer collectives. Returns torch's side and ours.
     """
-    theirs, ours = Side(torch_fsdp), Side(vescale.fsdp)
+    theirs, ours = Side(torch_fsdp), Side(our_api())
     for side in (theirs, ours):
         script(side, *args)
     note = f"{script.__name__}{args}"

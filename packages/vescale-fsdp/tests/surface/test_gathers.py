@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import vescale.fsdp
 from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
-from testing.side_by_side import Side, compare
+from testing.side_by_side import Side, compare, our_api
 from vescale.fsdp import fully_shard
 from vescale.fsdp.param_group import State
 from vescale.fsdp.units import param_groups
@@ -154,7 +153,7 @@ class Log:
 
 
 def check_prefetch_order(rank, world_size):
-    model = Side(vescale.fsdp).model()
+    model = Side(our_api()).model()
     first, second, third = model.layers
     model.set_modules_to_forward_prefetch([third, first])
     third.set_modules_to_backward_prefetch([first, second])
@@ -178,15 +177,15 @@ class Stage(nn.Module):
 
 
 def check_recurse(rank, world_size):
+    side = Side(our_api())
     model = Stage().to(DEVICE)
     for part in model.parts:
-        fully_shard(part)
-    fully_shard(model)
+        side.api.fully_shard(part)
+    side.api.fully_shard(model)
     handle = model.unshard(async_op=True, recurse=True)
     assert all(g.state is State.GATHERING for g in param_groups(model))
     handle.wait()
     assert all(g.state is State.GATHERED for g in param_groups(model))
-    side = Side(vescale.fsdp)
     with side.counted():
         model(torch.ones(2, 4, device=DEVICE))
     assert side.counts == [(0, 0)]
