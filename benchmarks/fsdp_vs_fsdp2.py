@@ -1,12 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step costs besides the model: ours against torch's FSDP2, in one run.
+"""What a training step costs with each way of data parallelism, all of them in one run.
 
-    python -m benchmarks.fsdp_vs_fsdp2 --ranks 2 --json result.json
+    python -m benchmarks.fsdp_vs_fsdp2 --ranks 2 3 4 --models llama moe --json result.json
 
-Both wrap the same Llama-style model alike and train on the same tokens. Counters: collectives,
-bytes that the ranks' payloads hold, bytes that tensor operators copy in forward and backward less
-what the unwrapped model copies there, operators dispatched, page faults. Times are ratios of steps
-taken in turn; on a shared machine they scatter.
+The same model, wrapped alike, trains on the same tokens with
+
+- ddp: torch's DistributedDataParallel;
+- fsdp2: torch's fully_shard;
+- fsdp2p: the same, given our collectives for gloo by its own setters, to compare like with like;
+- stock: ours, with gloo's own collectives as fsdp2 has them;
+- vescale: ours, with the collectives that it chooses on gloo.
+
+Steps are taken in turn, in an order that turns too, and times are the medians over all rounds of
+the ratio to fsdp2's step of that round: the slowest rank's. On a shared machine they scatter; the
+CPU time of all threads of all ranks scatters less, and shows no waiting.
+
+Everything else is counted in one more step, memory without the optimizer. Bytes are in parts of
+the parameters'; copies, operators and allocations are those of the step less those of the same
+model unwrapped. With ``--gpu`` one GPU pretends to be one of 64, by a process group that does not
+communicate.
 """
 
 import argparse
@@ -15,61 +27,57 @@ import resource
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from examples.lm.model import SIZES, Decoder
+from benchmarks.step_counters import Count, memory_of
+from benchmarks.step_models import SHAPES, build, tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from vescale.fsdp import Rows, fully_shard
+from vescale.fsdp import fully_shard
+from vescale.fsdp.direct_collectives import DirectCollectives
 from vescale.fsdp.units import param_groups
 
-COPIES = {"copy_", "_to_copy", "clone", "cat", "_chunk_cat", "chunk_cat", "all_gather_copy_in"}
-SPLITS = {"split_with_sizes_copy"}
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
+SIDES = ("ddp", "fsdp2", "fsdp2p", "stock", "vescale")
 
 
-class Count(TorchDispatchMode):
-    """Count operators, bytes written by copies, and collectives with their payload's bytes."""
+class _Fresh:
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators = self.copied = self.payload = 0
-        self.collectives: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.partition("::")[2]
-        if func.namespace == "c10d":
-            self.collectives[name.strip("_")] += 1
-            full = args[0] if "allgather" in name else args[1]
-            self.payload += full.nbytes
-            return out
-        self.operators += 1
-        if name in COPIES:
-            written = args[0] if name == "copy_" else out
-            written = (written,) if isinstance(written, torch.Tensor) else written or ()
-            self.copied += sum(t.nbytes for t in written)
-        elif name in SPLITS:
-            pieces = (kwargs or {}).get("out") or out
-            self.copied += sum(t.nbytes for t in pieces)
-        return out
+class DirectGather(_Fresh, AllGather):
+    """Our gather for gloo, as FSDP2 takes it."""
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        DirectCollectives(group).all_gather(output_tensor, input_tensor).wait()
+
+
+class DirectReduce(_Fresh, ReduceScatter):
+    """Our reduction for gloo, as FSDP2 takes it, which asks for an average."""
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        direct = DirectCollectives(group)
+        direct.reduce_scatter(output_tensor, input_tensor, dist.ReduceOp.SUM).wait()
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
 
 
 @dataclass
 class Side:
-    """One way to run the model, and what was counted."""
+    """One way to train the model, and what was seen of it."""
 
     name: str
     model: nn.Module
@@ -78,130 +86,207 @@ class Side:
     backward: Count = field(default_factory=Count)
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
+    peak: int = 0
+    allocations: int = 0
+
+    def step(self, index: int, *, count: bool = False) -> None:
+        """Train on batch ``index``."""
+        self.losses.append(self.differentiate(index, count=count))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def differentiate(self, index: int, *, count: bool = False) -> float:
+        """Run forward and backward, and return the loss."""
+        batch = tokens(index, dist.get_rank())
+        with self.forward if count else torch.enable_grad():
+            logits = self.model(batch[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        with self.backward if count else torch.enable_grad():
+            loss.backward()
+        return loss.item()
+
+    def timed_step(self, index: int) -> None:
+        """Train, and note the time and the page faults."""
+        dist.barrier()
+        begin, faults = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        cpu = time.process_time()
+        self.step(index)
+        self.seconds.append(time.perf_counter() - begin)
+        self.cpu_seconds.append(time.process_time() - cpu)
+        self.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        """Yield what lives between two steps."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [t for s in self.optimizer.state.values() for t in s.values()]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                yield tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def tokens(step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(0, 256, (4, 129), generator=generator)
-
-
-def make(name: str, size: str, shard, **options) -> Side:
-    torch.manual_seed(0)
-    model = Decoder(SIZES[size], max_length=128)
-    if shard is not None:
-        for layer in model.layers:
-            shard(layer, **options)
-        shard(model, **options)
+def make(name: str, kind: str, size: str, policy: MixedPrecisionPolicy) -> Side:
+    """Return the side ``name``; "alone" is the model unwrapped, in the dtype it computes in."""
+    model, mesh = build(kind, size), init_device_mesh("cpu", (dist.get_world_size(),))
+    if name in ("alone", "ddp"):
+        model.to(policy.param_dtype or torch.float32)
+    if name == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    elif name != "alone":
+        ours = name in ("stock", "vescale")
+        shard: Callable = fully_shard if ours else fsdp2_fully_shard
+        units = [*model.layers, model]
+        for unit in units:
+            shard(unit, mesh=mesh, mp_policy=policy)
+        if name == "stock":
+            model.set_collectives("torch")
+        if name == "fsdp2p":
+            for unit in units:
+                unit.set_custom_all_gather(DirectGather())
+                unit.set_custom_reduce_scatter(DirectReduce())
     return Side(name, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def step(side: Side, index: int, *, count: bool) -> None:
-    batch = tokens(index, dist.get_rank())
-    begin, faults = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    with side.forward if count else torch.enable_grad():
-        logits = side.model(batch[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-    with side.backward if count else torch.enable_grad():
-        loss.backward()
-    side.optimizer.step()
-    side.optimizer.zero_grad()
-    side.losses.append(loss.item())
-    if not count and index > 1:
-        side.seconds.append(time.perf_counter() - begin)
-        side.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
-
-
-def measure(size: str, policy_name: str, steps: int) -> dict:
-    """Return the counters of both sides on this rank; collective."""
-    policy, mesh = POLICIES[policy_name], init_device_mesh("cpu", (dist.get_world_size(),))
-    plain = make("unwrapped", size, None)
-    if policy.param_dtype is not None:
-        plain.model.to(policy.param_dtype)
-    ours = make("vescale", size, fully_shard, mesh=mesh, mp_policy=policy, granularity=Rows(1))
-    fsdp2 = make("fsdp2", size, fsdp2_fully_shard, mesh=mesh, mp_policy=policy)
-    for index in range(steps):
-        for side in (ours, fsdp2) if index % 2 else (fsdp2, ours):
-            step(side, index, count=False)
-    for side in (plain, ours, fsdp2):
-        step(side, steps, count=True)
+def measure(
+    kind: str, size: str, policy_name: str, rounds: int, names: tuple[str, ...] = SIDES
+) -> dict:
+    """Return what was seen of every side; collective."""
+    policy = POLICIES[policy_name]
+    plain = make("alone", kind, size, policy)
+    sides = [make(name, kind, size, policy) for name in names]
+    for index in range(2):
+        for side in (plain, *sides):
+            side.step(index)
+    for index in range(rounds):
+        turn = index % len(sides)
+        for side in (*sides[turn:], *sides[:turn]):
+            side.timed_step(2 + index)
+    for side in (plain, *sides):
+        side.step(rounds + 2, count=True)
+        side.peak, side.allocations = memory_of(
+            lambda s=side: s.differentiate(rounds + 3), side.kept()
+        )
+        side.optimizer.zero_grad()
     numel = sum(p.numel() for p in plain.model.parameters())
-    compute_bytes = numel * (policy.param_dtype or torch.float32).itemsize
-    gradient_bytes = numel * (policy.reduce_dtype or policy.param_dtype or torch.float32).itemsize
-    result = {"parameters": numel, "world_size": dist.get_world_size(), "policy": policy_name}
-    for side in (ours, fsdp2):
-        gathers = sum(n for name, n in side.forward.collectives.items() if "allgather" in name)
-        around_gather = side.forward.copied - plain.forward.copied
-        everything = around_gather + side.backward.copied - plain.backward.copied
-        result[side.name] = {
-            "collectives": sum((side.forward.collectives + side.backward.collectives).values()),
-            "gathers in forward": gathers,
-            "payload bytes / parameter bytes": round(
-                (side.forward.payload + side.backward.payload)
-                / (2 * compute_bytes + gradient_bytes),
-                4,
-            ),
-            "bytes copied around forward's gathers / parameter bytes": round(
-                around_gather / compute_bytes, 4
-            ),
-            "bytes copied in the step / parameter bytes": round(everything / compute_bytes, 4),
-            "operators added to the model's": side.forward.operators
-            + side.backward.operators
-            - plain.forward.operators
-            - plain.backward.operators,
-            "page faults per step": statistics.median(side.faults),
-        }
-    pairs = zip(ours.seconds, fsdp2.seconds, strict=True)
-    result["step time, vescale / fsdp2 (median of pairs)"] = round(
-        statistics.median(a / b for a, b in pairs), 3
-    )
-    losses = zip(ours.losses, fsdp2.losses, strict=True)
-    result["largest relative loss difference"] = max(abs(a - b) / b for a, b in losses)
-    result["padding of the groups"] = {
-        group.name or "(root)": round(group.plan.padding, 6) for group in param_groups(ours.model)
+    result = {
+        "model": kind,
+        "parameters": numel,
+        "world_size": dist.get_world_size(),
+        "policy": policy_name,
+        "rounds": rounds,
     }
+    result["sides"] = {
+        side.name: _seen(side, plain, sides[names.index("fsdp2")], numel, policy) for side in sides
+    }
+    ours = next((side for side in sides if side.name in ("stock", "vescale")), None)
+    if ours is not None:
+        result["padding of the groups"] = {
+            group.name or "(root)": round(group.plan.padding, 6)
+            for group in param_groups(ours.model)
+        }
     return result
 
 
-def main_rank(rank: int, args: argparse.Namespace, path: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(path, args.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    results = [measure(args.model_size, policy, args.steps) for policy in POLICIES]
-    if rank == 0:
-        for result in results:
-            print_table(result)
-        if args.json is not None:
-            args.json.write_text(json.dumps(results, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
+def _seen(
+    side: Side, plain: Side, fsdp2: Side, numel: int, policy: MixedPrecisionPolicy
+) -> dict[str, float]:
+    compute = numel * (policy.param_dtype or torch.float32).itemsize
+    reduced = numel * (policy.reduce_dtype or policy.param_dtype or torch.float32).itemsize
+    seconds, theirs = (_over_ranks(s.seconds, dist.ReduceOp.MAX) for s in (side, fsdp2))
+    cpu, their_cpu = (_over_ranks(s.cpu_seconds, dist.ReduceOp.SUM) for s in (side, fsdp2))
+    around_gather = side.forward.copied - plain.forward.copied
+    around_gradient = side.backward.copied - plain.backward.copied
+    payload = side.forward.payload + side.backward.payload
+    operators = side.forward.operators + side.backward.operators
+    passes = 2 * (len(build_units(side.model)) or 1)
+    differences = (abs(a - b) / b for a, b in zip(side.losses, fsdp2.losses, strict=True))
+    return {
+        "step / fsdp2's": round(_ratio(seconds, theirs), 3),
+        "CPU time / fsdp2's": round(_ratio(cpu, their_cpu), 3),
+        "step, ms": round(1e3 * statistics.median(seconds), 1),
+        "collectives": side.forward.collectives + side.backward.collectives,
+        "payload": round(payload / (2 * compute + reduced), 4),
+        "copied in forward": round(around_gather / compute, 3),
+        "copied in backward": round(around_gradient / compute, 3),
+        "operators added": operators - plain.forward.operators - plain.backward.operators,
+        "large allocations added per unit and pass": round(
+            (side.allocations - plain.allocations) / passes, 2
+        ),
+        "page faults": statistics.median(side.faults),
+        "peak tensor memory / fsdp2's": round(side.peak / fsdp2.peak, 3),
+        "largest relative loss difference": max(differences),
+    }
+
+
+def build_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are wrapped, or would be."""
+    model = getattr(model, "module", model)
+    return [*model.layers, model]
+
+
+def _over_ranks(seconds: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    """Return each round's time, reduced over the ranks."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, op=op)
+    return times.tolist()
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def print_table(result: dict) -> None:
     print(
-        f"\n{result['policy']}, {result['parameters']:,} parameters, {result['world_size']} ranks"
+        f"\n{result['model']}, {result['policy']}, {result['parameters']:,} parameters, "
+        f"{result['world_size']} ranks, {result['rounds']} rounds"
     )
-    print(f"{'':58}{'vescale':>10}{'fsdp2':>10}")
-    for name, value in result["vescale"].items():
-        print(f"{name:58}{value:>10}{result['fsdp2'][name]:>10}")
-    for name in (
-        "step time, vescale / fsdp2 (median of pairs)",
-        "largest relative loss difference",
-    ):
-        print(f"{name:58}{result[name]:>10.3g}")
-    print("padding of the groups:", result["padding of the groups"])
+    sides = result["sides"]
+    print(f"{'':44}" + "".join(f"{name:>10}" for name in sides))
+    for row in next(iter(sides.values())):
+        print(f"{row:44}" + "".join(f"{side[row]:>10.4g}" for side in sides.values()))
+    print("padding of the groups:", result["padding of the groups"], flush=True)
+
+
+def main_rank(rank: int, args: argparse.Namespace, ranks: int, path: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{path}/store{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    results = []
+    for kind in args.models:
+        for policy in args.policies:
+            results.append(measure(kind, args.size, policy, args.rounds))
+            if rank == 0:
+                print_table(results[-1])
+    if rank == 0:
+        Path(path, f"result{ranks}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--model-size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--models", choices=("llama", "moe"), nargs="+", default=["llama", "moe"])
+    parser.add_argument("--policies", choices=POLICIES, nargs="+", default=["fp32"])
+    parser.add_argument("--size", choices=SHAPES, default="small")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        job = (args, f"{scratch}/store")
-        mp.start_processes(main_rank, job, nprocs=args.ranks, start_method="spawn")
+    results = []
+    if args.gpu:
+        from benchmarks import step_on_gpu
+
+        results = [step_on_gpu.measure(kind, args.size) for kind in args.models]
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            for ranks in args.ranks:
+                job = (args, ranks, scratch)
+                mp.start_processes(main_rank, job, nprocs=ranks, start_method="fork")
+                results += json.loads(Path(scratch, f"result{ranks}.json").read_text())
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard
 from vescale.fsdp.collectives import Collectives
 from vescale.fsdp.comm_options import CommOptions, can_be_direct
-from vescale.fsdp.direct_collectives import DirectCollectives, _under_way
+from vescale.fsdp.direct_collectives import DirectCollectives, _under_way, sum_in_order
 from vescale.fsdp.units import param_groups
 
 CPU = torch.device("cpu")
@@ -207,6 +207,19 @@ def check_all(rank, world_size):
         check_two_groups(rank, world_size)
         check_hybrid_training(rank, world_size)
     dist.barrier()
+
+
+@pytest.mark.parametrize("rows", range(2, 10))
+def test_sums_are_made_in_order(rows):
+    for dtype in DTYPES:
+        for numel in (1, 7, 8, 1000):
+            parts = parts_of(0, rows, numel, dtype)
+            expected = torch.zeros(numel, dtype=torch.float32 if dtype.itemsize == 2 else dtype)
+            for part in parts:
+                expected += part
+            output = torch.empty(numel, dtype=dtype)
+            sum_in_order(parts, output)
+            assert torch.equal(output, expected.to(dtype)), (dtype, numel)
 
 
 needs_gloo = pytest.mark.skipif(DEVICE != "cpu", reason="for gloo on CPU tensors only")

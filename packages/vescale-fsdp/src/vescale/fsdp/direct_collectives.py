@@ -84,6 +84,24 @@ class _SumOfParts:
 
     def wait(self) -> None:
         self._work.wait()
-        with torch.no_grad():
-            torch.sum(self._parts, 0, dtype=self._output.dtype, out=self._output)
+        if self._parts is not None:
+            sum_in_order(self._parts, self._output)
         self._parts = None
+
+
+def sum_in_order(parts: torch.Tensor, output: torch.Tensor) -> None:
+    """Set ``output`` [S] to the sum of the rows of ``parts`` [N, S], the first two first.
+
+    So an element's bits do not depend on where it lies. 16-bit floats are added in float32.
+    """
+    with torch.no_grad():
+        if len(parts) <= 4:  # torch adds so few in order, in one pass
+            torch.sum(parts, 0, dtype=output.dtype, out=output)
+            return
+        narrow = output.dtype.itemsize < 4
+        total = torch.empty_like(output, dtype=torch.float32) if narrow else output
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total.add_(part)
+        if narrow:
+            output.copy_(total)
