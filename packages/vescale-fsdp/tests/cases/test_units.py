@@ -148,12 +148,16 @@ def check_head_twice(rank, world_size):
         out = model(inputs(index, 6, step))
         return out.square().mean() + model.kept.square().sum()
 
-    torch.manual_seed(0)
-    twin = HeadTwice().to(DEVICE)
-    model = copy.deepcopy(twin)
-    for part in (model.norm, model.head, model):
-        fully_shard(part, reshard_after_forward=True)
-    train(model, twin, call, rank, world_size, what="head twice")
+    for parts in (("norm", "head"), (("norm", "head"),), ("body", ("norm", "head"))):
+        torch.manual_seed(0)
+        twin = HeadTwice().to(DEVICE)
+        model = copy.deepcopy(twin)
+        for part in parts:
+            grouped = isinstance(part, tuple)
+            unit = [model.get_submodule(name) for name in part] if grouped else None
+            fully_shard(unit or model.get_submodule(part), reshard_after_forward=True)
+        fully_shard(model, reshard_after_forward=True)
+        train(model, twin, call, rank, world_size, what=f"head twice {parts}")
 
 
 def check_micro_batches(rank, world_size):
@@ -167,11 +171,15 @@ def check_micro_batches(rank, world_size):
         for m, ranks in ((model, [rank]), (twin, range(world_size))):
             for index in ranks:
                 losses = [loss_of(m, batch(i, index, DEVICE)) / len(ranks) for i in (0, 1)]
-                m is model and m.set_requires_gradient_sync(False)
+                if m is model:
+                    m.set_requires_gradient_sync(False)
+                    m.set_is_last_backward(False)
                 losses[0].backward()
                 losses.append(loss_of(m, batch(2, index, DEVICE)) / len(ranks))
                 losses[1].backward()
-                m is model and m.set_requires_gradient_sync(True)
+                if m is model:
+                    m.set_requires_gradient_sync(True)
+                    m.set_is_last_backward(True)
                 losses[2].backward()
         assert all(group.state is State.SHARDED for group in param_groups(model))
         assert_gradients(model, twin, "micro-batches", rtol=1e-4, atol=1e-5)
