@@ -162,6 +162,35 @@ def check_accumulation(rank, world_size, replicas):
     assert all(not param.grad.full_tensor().any() for param in model.parameters())
 
 
+def check_by_hand(rank, world_size, replicas):
+    """``reduce_gradients`` brings in what waits, whatever it waits for, and nothing twice."""
+    mesh = grid(replicas, world_size // replicas)
+    reference = fsdp2_ready()
+    models = [wrapped(mesh, model=copy.deepcopy(reference)) for _ in range(2)]
+    for step in range(3):
+        reference_step(reference, step, world_size, DEVICE)
+    expected = {name: param.grad for name, param in reference.named_parameters()}
+    setters = ("set_requires_all_reduce", "set_requires_gradient_sync")
+    for model, setter in zip(models, setters, strict=True):
+        model.reduce_gradients()
+        accumulate(model, rank, (False,) * 3, lambda m, f, s=setter: getattr(m, s)(f))
+        assert all(param.grad is None for param in model.parameters())
+        for _ in range(2):
+            model.reduce_gradients()
+            assert_gradients(model, expected)
+        assert not any(g.reduce_options.all_reduce for g in param_groups(model))
+    branches = fully_shard(Branches().to(DEVICE), mesh=mesh)
+    branches.set_requires_gradient_sync(False)
+    branches([1] if rank == world_size - 1 else []).backward()
+    branches.reduce_gradients()
+    grads = full_gradients(branches)
+    assert [g is not None for g in grads.values()] == [True, True, False, False]
+    handle = model.register_forward_hook(lambda *_: model.reduce_gradients())
+    with pytest.raises(RuntimeError, match=r"inside of a forward or backward; call reduce_grad"):
+        model(batch(0, rank, DEVICE))
+    handle.remove()
+
+
 class Branches(nn.Module):
     """Parameters of which each call uses some."""
 
@@ -386,6 +415,7 @@ def check_everything(rank, world_size, replicas, folder):
     check_training(rank, world_size, replicas)
     check_accumulation(rank, world_size, replicas)
     check_unused(rank, world_size, replicas)
+    check_by_hand(rank, world_size, replicas)
     check_factors(rank, world_size, replicas)
     check_float16(rank, world_size, replicas)
     check_hook(rank, world_size, replicas)

@@ -3,6 +3,7 @@
 
 import copy
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -12,15 +13,43 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from testing.collectives import CountCollectives
 from testing.models import batch, build, loss_of, reference_step
 from testing.ranks import DEVICE
 from vescale.dtensor import DTensor
 from vescale.fsdp import MixedPrecisionPolicy, fully_shard, inspect, no_sync
+from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.param_group import State
 from vescale.fsdp.units import param_groups
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Calls:
+    """Count gathers and reductions, whatever sends them."""
+
+    def __enter__(self):
+        self.gathers = self.reductions = 0
+        gather, reduce = DBuffer.all_gather, DBuffer.reduce_scatter
+
+        def counted_gather(buffer, **options):
+            self.gathers += 1
+            return gather(buffer, **options)
+
+        def counted_reduce(buffer, *options):
+            self.reductions += 1
+            return reduce(buffer, *options)
+
+        self._patches = [
+            mock.patch.object(DBuffer, "all_gather", counted_gather),
+            mock.patch.object(DBuffer, "reduce_scatter", counted_reduce),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self._patches:
+            patch.stop()
 
 
 def inputs(rank, width, step=0, rows=4):
@@ -98,7 +127,7 @@ def check_tied(rank, world_size):
     assert model.head.weight is model.embed.weight
     loss_of(model, batch(0, rank, DEVICE)).backward()
     reference_step(twin, 0, world_size, DEVICE)
-    assert_gradients(model, twin, "auto-wrapped", rtol=1e-4, atol=1e-5)
+    assert_gradients(model, twin, "auto-wrapped")
 
 
 # --- branches: row 20 ---------------------------------------------------------------------------
@@ -182,7 +211,7 @@ def check_micro_batches(rank, world_size):
                     m.set_is_last_backward(True)
                 losses[2].backward()
         assert all(group.state is State.SHARDED for group in param_groups(model))
-        assert_gradients(model, twin, "micro-batches", rtol=1e-4, atol=1e-5)
+        assert_gradients(model, twin, "micro-batches")
         model.zero_grad()
         twin.zero_grad()
 
@@ -234,9 +263,9 @@ def check_generate(rank, world_size):
     model.set_reshard_after_forward(False)
     with torch.no_grad():
         model.generate(start, 1)
-        with CountCollectives() as counter:
+        with Calls() as calls:
             tokens = model.generate(start, 2 + 3 * rank)
-        assert counter.total == 0
+        assert calls.gathers == 0
         assert torch.equal(torch.cat(tokens), torch.cat(twin.generate(start, 2 + 3 * rank)))
     train(model, twin, loss, rank, world_size, steps=1, what="after kept weights")
 
@@ -370,17 +399,17 @@ def check_no_sync(rank, world_size):
         fully_shard(model.layers[0])
         fully_shard(model)
     # Two models in one step, of which one accumulates.
-    with CountCollectives() as counter, no_sync(models[0]):
+    with Calls() as calls, no_sync(models[0]):
         for step in range(4):
             loss_of(models[0], batch(step, rank, DEVICE)).backward()
-    assert not counter.counts["reduce_scatter_base"]
-    with CountCollectives() as counter:
+    assert not calls.reductions
+    with Calls() as calls:
         loss_of(models[0], batch(4, rank, DEVICE)).backward()
         loss_of(models[1], batch(0, rank, DEVICE)).backward()
-    assert counter.counts["reduce_scatter_base"] == 4 * (world_size > 1)
+    assert calls.reductions == 4
     for step in range(5):
         reference_step(twin, step, world_size, DEVICE)
-    assert_gradients(models[0], twin, "no_sync", rtol=1e-4, atol=1e-5)
+    assert_gradients(models[0], twin, "no_sync")
     # In bfloat16 the unsharded sum is kept in the dtype of the reduction.
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = fully_shard(nn.Linear(8, 8, bias=False).to(DEVICE), mp_policy=policy)

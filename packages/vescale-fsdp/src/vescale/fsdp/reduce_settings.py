@@ -41,6 +41,27 @@ class ReduceSettings:
         for options in reduce_options_of(self, recurse):
             options.all_reduce = requires_all_reduce
 
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that ``no_sync`` left waiting, here and in all modules within.
+
+        For accumulation whose last backward cannot be told beforehand, such as that of a pipeline's
+        schedule: run it inside of ``no_sync``, then call this on every rank. Sets or adds to
+        ``.grad``; that of a parameter which no rank used stays as it is. Raises RuntimeError inside
+        of a forward or backward.
+        """
+        schedule = unit_of(self).schedule
+        if schedule is None:
+            return  # no forward yet
+        every = reduce_options_of(self, recurse=True)
+        before = [options.all_reduce for options in every]
+        for options in every:
+            options.all_reduce = True
+        try:
+            schedule.reduce_now([u for u in units_of(self, recurse=True) if u.schedule is schedule])
+        finally:
+            for options, all_reduce in zip(every, before, strict=True):
+                options.all_reduce = all_reduce
+
     def set_gradient_divide_factor(self, factor: float, *, recurse: bool = False) -> None:
         """Divide sums of gradients by ``factor`` instead of the number of data-parallel ranks.
 

@@ -206,10 +206,13 @@ class Schedule:
             return
         for group in unit.groups:
             if group.trainable and group.reduce_options.sync:
-                while len(self._reducing) >= group.reduce_options.in_flight:
-                    self._advance(self._reducing.pop(0))
-                group.start_reduce()
-                self._reducing.append(group)
+                self._start(group)
+
+    def _start(self, group: "ParamGroup") -> None:
+        while len(self._reducing) >= group.reduce_options.in_flight:
+            self._advance(self._reducing.pop(0))
+        group.start_reduce()
+        self._reducing.append(group)
 
     def _advance(self, group: "ParamGroup") -> None:
         """Let the all-reduce of ``group`` run while the next group is reduced."""
@@ -234,6 +237,24 @@ class Schedule:
         self._reached.clear()
         for unit in self._live():
             unit.leave_backward(reshard=unit.index not in waiting)
+
+    def reduce_now(self, units: "list[Unit]") -> None:
+        """Reduce what waits in ``units`` outside of backward, and hand the results over.
+
+        All of them that ever ran take part, whatever waits in them on this rank.
+        """
+        if self._in_backward or self._depth:
+            raise RuntimeError(
+                "gradients cannot be reduced by hand inside of a forward or backward; call "
+                "reduce_gradients() after it, or reset_iter_state() if it raised."
+            )
+        ran = [unit for unit in units if unit.index in self._reduce_order]
+        ran.sort(key=lambda unit: -self._reduce_order.index(unit.index))
+        for unit in [*ran, *(unit for unit in units if unit.lends and unit not in ran)]:
+            for group in unit.groups:
+                if group.trainable:
+                    self._start(group)
+        self.finish_reductions()
 
     def finish_reductions(self) -> None:
         """Wait for the reductions under way and hand their results over."""
