@@ -60,7 +60,7 @@ def parts_of(model, units):
 
 
 def set_prefetch(model, parts, prefetch):
-    if prefetch == "observed" or not hasattr(model, "set_modules_to_forward_prefetch"):
+    if prefetch == "observed":
         return
     ahead = 0 if prefetch == "none" else 2
     for index, part in enumerate(parts):

@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -156,14 +157,14 @@ def clean(name):
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def assert_gradients(model, twin, rank, what):
+def assert_gradients(model, twin, what):
     """This rank's part of each gradient is that of the twin's: no communication."""
     theirs = {clean(name): param.grad for name, param in twin.named_parameters()}
     names = {id(param): clean(name) for name, param in model.named_parameters()}
     seen = []
     for group in param_groups(model):
         for index, item in enumerate(group.managed):
-            begin, _, numel = group.plan.local_range(index, rank)
+            begin, _, numel = group.plan.local_range(index, group.weights.rank)
             name = names[id(item.sharded)]
             seen.append(name)
             torch.testing.assert_close(
@@ -203,7 +204,7 @@ def compare(make, rank, world_size, what, *, after=None, twice=False, **options)
                 torch.testing.assert_close(mine, other, msg=what)
             (other / world_size).backward()
         assert all(group.state is State.SHARDED for group in param_groups(model)), what
-        assert_gradients(model, twin, rank, what)
+        assert_gradients(model, twin, what)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -298,6 +299,15 @@ def check_exception_while_recomputing(rank, world_size):
         assert torch.equal(a.grad.to_local(), b.grad.to_local())
 
 
+def check_hybrid(rank, world_size):
+    """With replicas, and with a copy kept on fewer ranks."""
+    mesh = init_device_mesh(DEVICE, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    for what in ("non-reentrant", "selective list", "inside and around"):
+        make = functools.partial(Model, **CALLS[what])
+        compare(make, rank, world_size, f"{what}, hybrid", mesh=mesh, twice=True)
+        compare(make, rank, world_size, f"{what}, 2 of 4", reshard_after_forward=2, twice=True)
+
+
 def check_others(rank, world_size):
     check_wrappers(rank, world_size)
     check_half_precision(rank, world_size)
@@ -310,3 +320,7 @@ def test_recomputing_changes_no_gradient(run_ranks):
 
 def test_wrappers_precision_and_exceptions(run_ranks):
     run_ranks(check_others, 2)
+
+
+def test_recomputing_on_hybrid_meshes(run_ranks):
+    run_ranks(check_hybrid, 4, exact=True)
