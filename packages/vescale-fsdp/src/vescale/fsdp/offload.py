@@ -7,7 +7,8 @@ after the work issued so far. On a mesh of CPUs there is nothing to copy.
 """
 
 import functools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -55,6 +56,7 @@ class HostCopies:
         self._inward = self._module.Stream(device)
         self._outward = self._module.Stream(device)
         self._leaving: tuple[torch.Event, torch.Tensor] | None = None
+        self._receivers: list[weakref.WeakMethod] = []
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory [numel] of the host, of undefined contents."""
@@ -82,10 +84,13 @@ class HostCopies:
         """Have the current stream wait for a copy."""
         self._module.current_stream(self.device).wait_event(event)
 
-    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
+    def to_host(
+        self, source: torch.Tensor, receive: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Event]:
         """Copy ``source`` of the current stream, and let go of it when the next one is copied.
 
-        The result has no contents until ``synchronize()`` of the event returns.
+        The result has no contents until ``synchronize()`` of the event returns. ``receive``, a
+        bound method held weakly, is called by ``settle``.
         """
         current = self._module.current_stream(self.device)
         if self._leaving is not None:
@@ -97,10 +102,15 @@ class HostCopies:
             result.copy_(source, non_blocking=self.pin)
         event = self._outward.record_event()
         self._leaving = event, source
+        self._receivers.append(weakref.WeakMethod(receive))
         return result, event
 
     def settle(self) -> None:
-        """Wait until the last tensor has left the device, and let go of it."""
+        """Hand over what leaves the device, also of other roots; let go of the last tensor."""
+        while self._receivers:
+            receive = self._receivers.pop(0)()
+            if receive is not None:
+                receive()
         if self._leaving is not None:
             self._leaving[0].synchronize()
             self._leaving = None

@@ -201,7 +201,7 @@ class Reduction:
             self._results.add(reduced, self._buffer.shard_views(reduced), unused)
             return
         self.settle()
-        self._leaving = (*self._copies.to_host(reduced), unused)
+        self._leaving = (*self._copies.to_host(reduced, self.settle), unused)
 
     def settle(self) -> None:
         """Wait for what is on its way to the host, if anything, and put it into ``.grad``."""

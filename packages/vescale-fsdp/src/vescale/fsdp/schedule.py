@@ -262,6 +262,8 @@ class Schedule:
             self._advance(self._reducing.pop(0))
         while self._replicating:
             self._replicating.pop(0).finish_reduce()
+        for unit in self._live():
+            unit.settle()
 
     def share_reductions(self, other: "Schedule") -> None:
         """Count reductions in flight together with those of ``other``, a root beside this one."""
