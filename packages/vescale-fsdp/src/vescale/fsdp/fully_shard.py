@@ -19,6 +19,7 @@ from vescale.fsdp.agreement import agree_everywhere
 from vescale.fsdp.arguments import check_reshard, reshard_over
 from vescale.fsdp.data_mesh import DataMesh, data_mesh_of
 from vescale.fsdp.early_optimizers import note_wrap
+from vescale.fsdp.extension import ExtensionGroup, check_rows, has_extension
 from vescale.fsdp.forward_methods import register_fsdp_forward_method
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
@@ -142,7 +143,10 @@ def fully_shard(
     others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
     agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
     groups = [
-        ParamGroup(items, items[0].data, device, mp_policy, offload_policy) for items in found
+        (ExtensionGroup if has_extension(items[0].original) else ParamGroup)(
+            items, items[0].data, device, mp_policy, offload_policy
+        )
+        for items in found
     ]
     for group in groups:
         group.shard()
@@ -297,6 +301,8 @@ def _collect(
                 _check_param(fqn, param)
                 chosen = resolve_granularity(granularity, fqn, param)
                 own = data_mesh_for(placement_fn, fqn, param, data)
+                if has_extension(param):
+                    check_rows(fqn, param, own.shards)
                 parallel = parallel_of(fqn, param, own, whole_meshes)
                 found[id(param)] = Managed(fqn, [slot], param, chosen, own, parallel)
     return list(found.values()), ties
@@ -342,11 +348,14 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             "inside out, and tie parameters before the first call."
         )
     local = local_of(param) if isinstance(param, DTensor) else param
+    if has_extension(param):
+        return
     if not _holds_plain_data(local):
         raise NotImplementedError(
             f"{fqn} is a {type(local).__name__}, expected an nn.Parameter, or a subclass of it "
-            "without __torch_function__ and __torch_dispatch__; other tensor subclasses are not "
-            "supported yet. Pass it in ignored_params to leave it as it is."
+            "without __torch_function__ and __torch_dispatch__, or a tensor subclass with "
+            "fsdp_pre_all_gather and fsdp_post_all_gather. Pass it in ignored_params to leave it "
+            "as it is."
         )
     if param.is_complex() and param.requires_grad:
         raise NotImplementedError(
@@ -394,6 +403,8 @@ def _split(items: list[Managed]) -> list[list[Managed]]:
     for item in items:
         param = item.original
         key = (item.data, param.dtype, param.requires_grad, item.uneven)
+        if has_extension(param):  # each has a gather of its own
+            key = (id(item),)
         groups.setdefault(key, []).append(item)
     return list(groups.values())
 

@@ -41,6 +41,7 @@ class Managed:
     gathered: nn.Parameter | None = None
     extras: dict = field(default_factory=dict)
     kind: type[nn.Parameter] = nn.Parameter  # of the gathered form
+    rows: bool = False  # the sharded form has rows, and is cut like torch's Shard(0)
 
     def __post_init__(self) -> None:
         if self.block is None:
@@ -104,8 +105,11 @@ class Managed:
     def form(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's part as the sharded form holds it: a view of ``flat``, [numel].
 
-        Of the shape of ``block`` on a mesh that does not shard, for there it is no RaggedShard.
+        Of the shape of ``block`` on a mesh that does not shard, for there it is no RaggedShard, and
+        [rows, ...] for tensor subclasses.
         """
+        if self.rows:
+            return flat.view(-1, *self.block[1:])
         return flat.view(self.block) if self.data.shard_axis is None else flat
 
     def make_gathered(self, flat: torch.Tensor) -> nn.Parameter:

@@ -24,7 +24,8 @@ from vescale.fsdp.comm_options import CommOptions
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
-from vescale.fsdp.offload import CPU, check_home, host_copies, offloads
+from vescale.fsdp.offload import CPU, HostCopies, check_home, host_copies, offloads
+from vescale.fsdp.planner import Plan
 from vescale.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, compute_dtype
 from vescale.fsdp.reduction import ReduceOptions, Reduction
 from vescale.fsdp.saved_tensors import Watch
@@ -64,8 +65,11 @@ class ParamGroup:
         self.lent = False  # whether another unit's module uses one of the parameters
         self.reduce_options = ReduceOptions()
         self.comm = CommOptions()
-        self.plan = plan_of(managed, data.shards, self.narrowest_dtype())
+        self.plan = self._make_plan()
         self._clear()
+
+    def _make_plan(self) -> Plan:
+        return plan_of(self.managed, self.data.shards, self.narrowest_dtype())
 
     def _clear(self) -> None:
         """Begin with nothing gathered, nothing reduced, and no memory."""
@@ -86,11 +90,7 @@ class ParamGroup:
         ``managed`` are the copies, sharded alike; they become views of the new buffer, which
         takes their values. Gradients that wait for a reduction are not copied.
         """
-        fresh = copy.copy(self)
-        fresh.managed = managed
-        fresh.reduce_options = copy.copy(self.reduce_options)
-        fresh.comm = copy.copy(self.comm)
-        fresh._clear()
+        fresh = self._bare_twin(managed)
         fresh._new_weights(self.weights.shard.device, self.dtype)
         fresh.weights.allocate_shard()
         if not self.weights.shard.is_meta:
@@ -99,6 +99,14 @@ class ParamGroup:
         for item, view in zip(managed, views, strict=True):
             set_local(item.sharded, item.form(view))
             item.local = local_of(item.sharded)
+        return fresh
+
+    def _bare_twin(self, managed: list[Managed]) -> "ParamGroup":
+        fresh = copy.copy(self)
+        fresh.managed = managed
+        fresh.reduce_options = copy.copy(self.reduce_options)
+        fresh.comm = copy.copy(self.comm)
+        fresh._clear()
         return fresh
 
     def listen(self, on_use: Callable[[], None], on_gradient: Callable[[], None]) -> None:
@@ -178,10 +186,7 @@ class ParamGroup:
             for item in self.managed:  # other tensors perhaps, but of the same memory
                 item.local = local_of(item.sharded)
             return
-        if dtype != self.dtype:
-            self.dtype = dtype
-            self.param_dtype = compute_dtype(dtype, self.policy)
-            self.reduce_dtype = self.policy.reduce_dtype or self.param_dtype
+        self._set_dtype(dtype)
         self._new_weights(device, dtype)
         views = self.weights.shard_views(self.weights.allocate_shard())
         for item, local, view in zip(self.managed, locals_, views, strict=True):
@@ -191,6 +196,12 @@ class ParamGroup:
             set_local(item.sharded, item.form(view))
             item.local = local_of(item.sharded)
             item.gathered = None
+
+    def _set_dtype(self, dtype: torch.dtype) -> None:
+        if dtype != self.dtype:
+            self.dtype = dtype
+            self.param_dtype = compute_dtype(dtype, self.policy)
+            self.reduce_dtype = self.policy.reduce_dtype or self.param_dtype
 
     def materialize(self) -> None:
         """Give a shard on the meta device real memory, of undefined contents."""
@@ -216,6 +227,11 @@ class ParamGroup:
             copies=copies,
             collectives=self.comm.gathering(self.process_group, device),
         )
+        self._new_reduction(device, dtype, copies)
+
+    def _new_reduction(
+        self, device: torch.device, dtype: torch.dtype, copies: HostCopies | None
+    ) -> None:
         self.reduction = Reduction(
             self.managed,
             self.plan,
@@ -265,11 +281,7 @@ class ParamGroup:
             # A submodule was moved, cast or materialised by itself.
             self.prepare_move()
             self.adopt_moved()
-        if self.weights.device.type == "meta":
-            raise RuntimeError(
-                f"the unit {self.name!r} still has its parameters on the meta device; call "
-                "model.to_empty(device=...) and initialise them, or load a checkpoint, first."
-            )
+        self._check_not_meta()
         version = self._sharded_version()
         changed = version != self._version
         modified, self._gathered_before = self._gathered_before and changed, True
@@ -286,6 +298,13 @@ class ParamGroup:
         self._watch.start()
         self.state = State.GATHERING
 
+    def _check_not_meta(self) -> None:
+        if self.weights.device.type == "meta":
+            raise RuntimeError(
+                f"the unit {self.name!r} still has its parameters on the meta device; call "
+                "model.to_empty(device=...) and initialise them, or load a checkpoint, first."
+            )
+
     def wait(self, holder: int) -> None:
         """Make the full parameters usable by ``holder`` and put them into their modules."""
         self.gather()
@@ -296,6 +315,9 @@ class ParamGroup:
             self.state = State.GATHERED
         if self.managed[0].gathered is None:
             self._make_gathered()
+        self._put_gathered()
+
+    def _put_gathered(self) -> None:
         for item in self.managed:
             item.check_registered()
             if item.gathered.requires_grad != item.sharded.requires_grad:
@@ -337,7 +359,7 @@ class ParamGroup:
                 if gathered.is_floating_point() or gathered.is_complex():
                     requires_grad = gathered.requires_grad
                     gathered.requires_grad_(True)  # a hook needs it; set back below
-                    gathered.register_post_accumulate_grad_hook(_Taker(self, index))
+                    gathered.register_post_accumulate_grad_hook(Taker(self, index))
                     gathered.requires_grad_(requires_grad)
 
     def _sharded_version(self) -> int:
@@ -421,7 +443,7 @@ class ParamGroup:
                 item.gathered.grad = None
 
 
-class _Taker:
+class Taker:
     """Hook of a gathered parameter: hands its gradient to the group, which it does not own."""
 
     def __init__(self, group: ParamGroup, index: int) -> None:
@@ -433,4 +455,4 @@ class _Taker:
             call_untraced(group.take_gradient, self._index)
 
 
-HOOKS = (_Taker.__call__,)  # what autograd calls: nothing to compile
+HOOKS = (Taker.__call__,)  # what autograd calls: nothing to compile
