@@ -20,6 +20,7 @@ from torch import nn
 from vescale.dtensor.spec import spec_with_dtype
 from vescale.dtensor.tensor import local_of, set_local
 from vescale.fsdp._torch_compat import call_untraced
+from vescale.fsdp.agreement import agree
 from vescale.fsdp.comm_options import CommOptions
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
@@ -268,6 +269,15 @@ class ParamGroup:
         """Whether full parameters were gathered before the sharded ones changed."""
         return self.state is not State.SHARDED and self._version != self._sharded_version()
 
+    def _check_same_unit(self, what: str) -> None:
+        """With TORCH_DISTRIBUTED_DEBUG=DETAIL, raise on every rank if they are at other units.
+
+        Else units of one size would quietly get each other's data.
+        """
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and self.process_group is not None:
+            description = f"unit {self.name or '(root)'}, {self.plan.numel} elements"
+            agree(self.process_group, self.device, what, description)
+
     def drop_stale(self) -> None:
         """Free full parameters that are stale."""
         if self.stale:
@@ -282,6 +292,7 @@ class ParamGroup:
             self.prepare_move()
             self.adopt_moved()
         self._check_not_meta()
+        self._check_same_unit("gather")
         version = self._sharded_version()
         changed = version != self._version
         modified, self._gathered_before = self._gathered_before and changed, True
@@ -391,6 +402,7 @@ class ParamGroup:
             torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"),
             self._naming_failures("reduction of the gradients"),
         ):
+            self._check_same_unit("reduce")
             self.reduction.start()
 
     def advance_reduce(self) -> bool:
