@@ -16,6 +16,8 @@ DTENSOR = "vescale-dtensor/src/vescale/dtensor"
 FSDP = "vescale-fsdp/src/vescale/fsdp"
 ENTRY = (
     "vescale.fsdp.fully_shard",
+    "vescale.fsdp.collecting",
+    "vescale.fsdp.wrap_arguments",
     "vescale.fsdp.module",
     "vescale.fsdp.copying",
     "vescale.fsdp.comm_settings",
