@@ -44,6 +44,7 @@ FORBIDDEN = {
     f"{FSDP}/sharded_gradients.py": PARAMETERS,
     f"{FSDP}/reduction.py": PARAMETERS,
     f"{FSDP}/param_group.py": MODULES,
+    f"{FSDP}/sharded_group.py": PARAMETERS,
     f"{FSDP}/unit.py": ENTRY,
     f"{FSDP}/optim": MODULES,
 }

@@ -80,7 +80,7 @@ class _Arrival:
 def late_copies():
     """Take the way through copies on a CPU too."""
     copies = LateCopies()
-    with mock.patch("vescale.fsdp.param_group.host_copies", return_value=copies):
+    with mock.patch("vescale.fsdp.sharded_group.host_copies", return_value=copies):
         yield copies
 
 
