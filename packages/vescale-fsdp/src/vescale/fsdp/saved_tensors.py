@@ -49,6 +49,11 @@ class Watch:
         call = self._on_use()
         return call.__self__ if call is not None else None
 
+    @property
+    def version(self) -> int:
+        """How often the buffer was written to, as autograd counts."""
+        return self._buffer()._version
+
     def start(self) -> None:
         """Watch from now on; the buffer is a whole storage and has memory."""
         self._address = self._buffer().untyped_storage().data_ptr()
@@ -134,15 +139,15 @@ class _Place(NamedTuple):
 
 def _pack(tensor: torch.Tensor) -> Any:
     watch = _watch_over(tensor)
-    # The version, because torch checks none where hooks are in force.
-    version = tensor._version
+    # Versions, because torch checks none where hooks are in force.
     if watch is not None and not isinstance(tensor, DTensor) and watch.holds(tensor):
         place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return _Place(watch, place, version)
+        # Of the buffer: the local part of a DTensor, which this may be, counts by itself.
+        return _Place(watch, place, watch.version)
     node = tensor.grad_fn
     if node is not None and (is_newest(node) or isinstance(node, BackwardCFunction)):
         tensor = tensor.detach()  # an output: its node would hold it, and it its node
-    return watch, tensor, version
+    return watch, tensor, tensor._version
 
 
 def _unpack(saved: Any) -> torch.Tensor:
