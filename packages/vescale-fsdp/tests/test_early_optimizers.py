@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row L4: an optimizer that was built before the wrap must not step in silence."""
+"""Row L4: an optimizer of replaced or of gathered parameters must not step in silence."""
 
 import copy
 from unittest import mock
@@ -50,6 +50,38 @@ def check_refused(rank, world_size):
         optimizer.step()
 
 
+def check_gathered(rank, world_size):
+    """Built after a forward that kept parameters, after unshard(), or in a copy: refused too."""
+    model = wrap(build().to(DEVICE))
+    model.set_reshard_after_forward(False)
+    sharded = list(model.parameters())
+    early = torch.optim.SGD(sharded, lr=0.1)
+    with torch.no_grad():
+        loss_of(model, batch(0, rank, DEVICE))
+    late = torch.optim.AdamW(model.parameters())
+    count = sum(new is not old for new, old in zip(model.parameters(), sharded, strict=True))
+    assert count > 1
+    loss_of(model, batch(0, rank, DEVICE)).backward()
+    early.step()
+    for _ in range(2):  # also after the parameters were freed
+        with pytest.raises(RuntimeError, match=rf"AdamW holds {count} gathered .* such as scale"):
+            late.step()
+    model.reshard(recurse=True)
+    right = torch.optim.AdamW(model.parameters())
+    loss_of(model, batch(0, rank, DEVICE)).backward()
+    right.step()
+    right.add_param_group({"params": []})
+    right.step()
+
+    for other in (wrap(build().to(DEVICE)), copy.deepcopy(model)):
+        other.reshard(recurse=True)
+        other.layers[0].unshard()
+        mixed = torch.optim.SGD(other.parameters(), lr=0.1)
+        other.layers[0].reshard()
+        with pytest.raises(RuntimeError, match=r"SGD holds \d gathered .*reshard\(recurse=True\)"):
+            mixed.step()
+
+
 def check_quiet(rank, world_size):
     """Nobody else hears of it, and a step looks nothing up."""
     plain = build().to(DEVICE)
@@ -81,6 +113,7 @@ def check_quiet(rank, world_size):
 
 def check_all(rank, world_size):
     check_refused(rank, world_size)
+    check_gathered(rank, world_size)
     check_quiet(rank, world_size)
 
 
@@ -95,5 +128,5 @@ def test_nothing_is_registered_by_importing(monkeypatch):
     monkeypatch.setattr(early_optimizers, "_wraps", 0)
     assert not registered
     for _ in range(3):
-        early_optimizers.note_wrap()
+        early_optimizers.note_wrap([])
     assert registered == [early_optimizers._before_step]

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from vescale.fsdp.early_optimizers import note_wrap
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.unit import Unit
 
@@ -40,6 +41,7 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
         groups = {
             group: _copy_group(group, memo) for source in units.values() for group in source.groups
         }
+        note_wrap(groups.values())
         copies = {key: _copy_unit(source, memo, groups) for key, source in units.items()}
         for source, target in pending:
             target.__dict__[attribute] = copies[id(source)]

@@ -113,8 +113,8 @@ def fully_shard(
     Returns what was passed. Afterwards ``module``'s class is ``FSDP<its class>``, a subclass of it
     and of ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views
     of one flat buffer per dtype. Values are taken from this rank's memory: all ranks must hold the
-    same. Build optimizers after the call: the step of one that holds replaced parameters is
-    refused.
+    same. Build optimizers after the call, and while no parameter is gathered: the step of one that
+    holds replaced or gathered parameters is refused.
 
     Raises on every rank alike, and before anything is changed: TypeError, ValueError or
     NotImplementedError for arguments; RuntimeError without a process group, or if the ranks wrap
@@ -178,7 +178,7 @@ def fully_shard(
         each.__class__ = _wrapped_class(type(each))
         if "forward" in each.__dict__:  # set on the instance, as torch.compile and others do
             register_fsdp_forward_method(each, "forward")
-    note_wrap()
+    note_wrap(groups)
     return module
 
 
