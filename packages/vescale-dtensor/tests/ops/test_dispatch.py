@@ -56,6 +56,8 @@ def test_a_number_is_read_from_a_whole_tensor_only(fake_group):
     for function in (float, bool, torch.Tensor.item):
         with pytest.raises(NotImplementedError, match="redistribute"):
             function(x)
+    with pytest.raises(NotImplementedError, match=r"whole tensors.*Usual causes: an optimizer"):
+        x.t()
 
 
 def test_every_elementwise_operator_is_told_from_the_others_by_its_name(fake_group):

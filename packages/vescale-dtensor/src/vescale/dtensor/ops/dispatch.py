@@ -7,7 +7,7 @@ from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.ops.foreach import foreach, foreach_inplace
 from vescale.dtensor.ops.loss import LOSSES
 from vescale.dtensor.ops.norm import NORMS
-from vescale.dtensor.ops.operands import unsupported
+from vescale.dtensor.ops.operands import USUAL_CAUSES, unsupported
 from vescale.dtensor.ops.pending import check_pending
 from vescale.dtensor.ops.plain import plain
 from vescale.dtensor.ops.pointwise import (
@@ -95,4 +95,4 @@ def _functional(func, name):
 
 def refuse(func, args, kwargs, ref):
     """Raise NotImplementedError with the remedy."""
-    return unsupported(func, "this operator needs whole tensors", ref)
+    return unsupported(func, "this operator needs whole tensors", ref, hint=USUAL_CAUSES)

@@ -21,13 +21,20 @@ from vescale.dtensor.spec import (
     spec_with_dtype,
 )
 
+# Words only: this package knows nothing of the other.
+USUAL_CAUSES = (
+    " Usual causes: an optimizer that needs whole tensors, such as torch.optim.Muon (instead: "
+    "vescale.fsdp.optim.Muon) or Adafactor; or a parameter of a module under fully_shard used "
+    "outside of its forward (call the module, register_fsdp_forward_method, or unshard())."
+)
 
-def unsupported(func, reason: str, *tensors: object) -> NoReturn:
+
+def unsupported(func, reason: str, *tensors: object, hint: str = "") -> NoReturn:
     """Raise NotImplementedError naming the operator, the placements and the remedy."""
     placements = [str(x._spec.placements) for x in tensors if isinstance(x, TorchDTensor)]
     raise NotImplementedError(
         f"{func} on {', '.join(placements)}: {reason}; redistribute to Replicate or Shard first, "
-        "or take full_tensor()."
+        f"or take full_tensor().{hint}"
     )
 
 

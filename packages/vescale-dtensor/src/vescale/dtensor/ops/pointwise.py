@@ -5,6 +5,7 @@ import torch
 
 from vescale.dtensor._torch_compat import TorchDTensor, kernel, wrap
 from vescale.dtensor.ops.operands import (
+    USUAL_CAUSES,
     alike,
     local_operand,
     mixed,
@@ -75,7 +76,8 @@ def pointwise_inplace(func, args, kwargs, ref):
     if not isinstance(target, TorchDTensor):
         mixed(func, target, ref)
     if target is not ref and not same_layout(target, ref):
-        unsupported(func, "the tensor written to is placed differently", *args)
+        reason = "the tensor written to is placed differently"
+        unsupported(func, reason, *args, hint=USUAL_CAUSES)
     kernel(func)(*_locals(func, args, ref), **_local_kwargs(func, kwargs, ref))
     return target
 
