@@ -185,6 +185,7 @@ def check_what_nobody_initialises(rank, world_size):
         model = make()
         report = init_empty(model, DEVICE, strict=False)
         assert report == (["linear.weight", "linear.bias"], lost)
+        assert repr(report).startswith(f"InitReport(2 initialised, {len(lost)} uninitialised: ")
         assert whole(model.scale).isnan().all()
         assert model.rotary.inv_freq.isnan().all()
         assert model.count.tolist() == [0, 0]

@@ -221,6 +221,10 @@ def check_event(rank, world_size):
     for step in range(2):
         loss_of(model, batch(step, rank, DEVICE)).backward()
     assert event.waits == 1
+    model.set_post_optim_event(event)
+    model.set_post_optim_event(None)
+    loss_of(model, batch(2, rank, DEVICE)).backward()
+    assert event.waits == 1
     with pytest.raises(TypeError, match="event=3 is a int"):
         model.set_post_optim_event(3)
 

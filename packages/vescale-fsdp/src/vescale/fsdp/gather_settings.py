@@ -57,16 +57,17 @@ class GatherSettings:
         check_bool("unshard_in_backward", unshard_in_backward)
         unit_of(self).unshard_in_backward = unshard_in_backward
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's first gather wait for ``event``, recorded after the optimizer.
 
         For an optimizer that runs on a stream of its own; the event is waited for once. The current
-        stream waits, not the gathers only, so work issued before them is not overtaken.
+        stream waits, not the gathers only, so work issued before them is not overtaken. None takes
+        back an event that was not waited for yet.
         """
-        if not callable(getattr(event, "wait", None)):
+        if event is not None and not callable(getattr(event, "wait", None)):
             raise TypeError(
                 f"event={event!r} is a {type(event).__name__}, expected a torch.Event that was "
-                "recorded after optimizer.step()."
+                "recorded after optimizer.step(), or None."
             )
         unit_of(self).post_optim_event = event
 

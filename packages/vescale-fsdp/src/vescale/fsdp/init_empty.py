@@ -30,6 +30,14 @@ class InitReport(NamedTuple):
     initialised: list[str]
     uninitialised: list[str]
 
+    def __repr__(self) -> str:
+        """Return the counts, and the first names of what nothing initialised."""
+        lost = f": {_some(self.uninitialised)}" if self.uninitialised else ""
+        return (
+            f"InitReport({len(self.initialised)} initialised, "
+            f"{len(self.uninitialised)} uninitialised{lost})"
+        )
+
 
 def init_empty(
     module: nn.Module,
@@ -305,11 +313,15 @@ def _agree_over(
 
 
 def _complaint(names: list[str]) -> str:
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return (
-        f"nothing initialised {', '.join(names[:10])}{more}: their modules have no "
+        f"nothing initialised {_some(names)}: their modules have no "
         "reset_parameters() that writes them, and what __init__ computed is not run again. They "
         "are NaN now (0 for integers), everything else is initialised. Pass init=function(fqn, "
         "module) that writes them, load them from a checkpoint, or pass strict=False and write "
         "them yourself."
     )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more

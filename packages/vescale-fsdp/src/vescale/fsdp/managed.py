@@ -154,8 +154,9 @@ class Managed:
             if found is not self.sharded and found is not self.gathered:
                 raise RuntimeError(
                     f"{self.fqn}: the parameter was replaced by another object after fully_shard; "
-                    "copy values into the sharded parameter (param.copy_, load_state_dict), or "
-                    "replace it before fully_shard."
+                    "replace it before fully_shard, or copy values into the sharded parameter: "
+                    "load_state_dict takes whole tensors; param.copy_ refuses plain ones and takes "
+                    "vescale.dtensor.distribute_tensor(value, param.device_mesh, param.placements)."
                 )
 
 

@@ -121,8 +121,10 @@ class ParamGroup(ShardedGroup):
     def _check_not_meta(self) -> None:
         if self.weights.device.type == "meta":
             raise RuntimeError(
-                f"the unit {self.name!r} still has its parameters on the meta device; call "
-                "model.to_empty(device=...) and initialise them, or load a checkpoint, first."
+                f"the unit {self.name or '(root)'!r} still has its parameters on the meta "
+                "device; call init_empty(model) or load_full_state_dict(model, state) of "
+                "vescale.fsdp, or model.to_empty(device=...) and then initialise them or load a "
+                "checkpoint."
             )
 
     def wait(self, holder: int) -> None:
