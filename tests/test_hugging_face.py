@@ -4,9 +4,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from testing.ranks import DEVICE
-from vescale.fsdp import clip_grad_norm_, fully_shard
+from vescale.fsdp import clip_grad_norm_, fully_shard, register_fsdp_forward_method
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the tests group")
 
@@ -128,18 +129,42 @@ def check_meta(rank, world_size, kind):
     torch.testing.assert_close(loss_of(model, ids), loss_of(twin, ids), rtol=1e-4, atol=1e-5)
 
 
+def check_export(rank, world_size, folder):
+    """What the guide shows: generate as a forward, export from rank 0, load without and with us."""
+    model, twin = wrap(build("llama-tied")).eval(), build("llama-tied").eval()
+    register_fsdp_forward_method(model, "generate")
+    prompt = tokens(0, rank)[:, :4]
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    options["attention_mask"] = torch.ones_like(prompt)
+    assert torch.equal(model.generate(prompt, **options), twin.generate(prompt, **options))
+    whole = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    assert bool(whole) == (rank == 0)
+    if rank == 0:
+        model.save_pretrained(folder, state_dict=dict(whole))
+    dist.barrier()
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder).to(DEVICE)
+    for name, value in twin.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    wrap(again).eval()
+    assert torch.equal(again.generate(prompt, **options), twin.generate(prompt, **options))
+
+
 KINDS = ["llama", "llama-tied", "qwen3-moe", "gpt-oss"]
 
 
-def check_all(rank, world_size):
+def check_all(rank, world_size, folder):
     for kind in KINDS:
         check_training(rank, world_size, kind)
         dist.barrier()
     for kind in ("llama-tied", "gpt-oss"):
         check_generation(rank, world_size, kind)
     check_meta(rank, world_size, "llama")
+    check_export(rank, world_size, folder)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_models_train_and_generate_as_in_one_process(run_ranks, world_size):
-    run_ranks(check_all, world_size, limit=400)
+def test_models_train_and_generate_as_in_one_process(run_ranks, world_size, tmp_path):
+    run_ranks(check_all, world_size, str(tmp_path), limit=400)
