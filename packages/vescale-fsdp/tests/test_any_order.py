@@ -22,13 +22,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from testing.models import VOCAB, batch, build
 from testing.ranks import DEVICE
-from vescale.fsdp import Elements, Rows, Whole, fully_shard
+from vescale.fsdp import Elements, Rows, Whole, fully_shard, no_sync
 from vescale.fsdp.param_group import State
-from vescale.fsdp.units import param_groups
+from vescale.fsdp.units import find_unit, param_groups
 
 LAYERS = 3
 SEEDS = st.integers(0, 50)
@@ -49,29 +50,61 @@ def checkpointed(layer, reentrant):
     layer.forward = forward
 
 
+def skippable(layer):
+    """Let ``layer`` pass its input on while it is ``skipped``, and leave its parameters unused."""
+
+    def pick(module, args, output):
+        return args[0] if module.skipped else output
+
+    layer.skipped = False
+    layer.register_forward_hook(pick)
+
+
+def meshes(world_size):
+    """Return the meshes of a world, of one axis and of two, by (replicas, shards)."""
+    pairs = [(n, world_size // n) for n in range(1, world_size + 1) if world_size % n == 0]
+    return {None: None} | {pair: init_device_mesh(DEVICE, pair) for pair in pairs}
+
+
 class Program(RuleBasedStateMachine):
     """The calls that a training script may make, in any order."""
 
     rank = world_size = 0
+    meshes = None
 
     @initialize(
-        reshard=st.sampled_from([None, True, False]),
+        shape=st.integers(0, 9),
+        reshard=st.sampled_from([None, True, False, "some"]),
         granularity=st.sampled_from([None, Elements(), Rows(4), Whole()]),
         tied=st.booleans(),
         recompute=st.sampled_from([None, "inside", "outside"]),
         wrapped=st.sets(st.sampled_from(range(LAYERS))),
+        together=st.booleans(),
+        head=st.booleans(),
     )
-    def build(self, reshard, granularity, tied, recompute, wrapped):
+    def build(self, shape, reshard, granularity, tied, recompute, wrapped, together, head):
+        shape = list(self.meshes)[shape % len(self.meshes)]
+        mesh, shards = self.meshes[shape], shape[1] if shape else self.world_size
+        if reshard == "some":
+            reshard = 2 if shards % 2 == 0 else True
         self.twin = build(0, layers=LAYERS, tied=tied).to(DEVICE)
         self.model = build(0, layers=LAYERS, tied=tied).to(DEVICE)
         self.recompute = recompute
         if recompute == "inside":
             checkpointed(self.model.layers[0].up, reentrant=False)
-        for index in sorted(wrapped):
-            fully_shard(
-                self.model.layers[index], reshard_after_forward=reshard, granularity=granularity
-            )
-        fully_shard(self.model, reshard_after_forward=reshard, granularity=granularity)
+        for model in (self.model, self.twin):
+            for layer in model.layers:
+                skippable(layer)
+        options = {"mesh": mesh, "reshard_after_forward": reshard, "granularity": granularity}
+        layers = [self.model.layers[index] for index in sorted(wrapped)]
+        if together and layers:
+            fully_shard(layers, **options)
+        else:
+            for layer in layers:
+                fully_shard(layer, **options)
+        if head:
+            fully_shard([self.model.norm, self.model.head], **options)
+        fully_shard(self.model, **options)
         self.wrapped = wrapped
         self.pending = []  # (loss of ours, losses of the twin)
         self.sync = True
@@ -99,7 +132,8 @@ class Program(RuleBasedStateMachine):
 
     @property
     def waiting(self):
-        return any(group.has_gradients for group in param_groups(self.model))
+        groups = param_groups(self.model)
+        return any(group.reduction.waits or group.reduction.under_way for group in groups)
 
     @invariant()
     def equal_to_the_twin(self):
@@ -133,7 +167,7 @@ class Program(RuleBasedStateMachine):
         for group in param_groups(self.model):
             for index, item in enumerate(group.managed):
                 if any(ref() is place and attribute == key for ref, key in item.slots):
-                    begin, _, numel = group.plan.local_range(index, self.rank)
+                    begin, _, numel = group.plan.local_range(index, group.weights.rank)
                     return item.sharded, slice(begin, begin + numel)
         raise AssertionError(f"{name} is managed by no unit")
 
@@ -149,8 +183,14 @@ class Program(RuleBasedStateMachine):
             return checkpoint(model, tokens, use_reentrant=False)
         return model(tokens)
 
-    @rule(seed=SEEDS, mode=st.sampled_from(["grad", "grad", "no_grad", "inference"]))
-    def forward(self, seed, mode):
+    @rule(
+        seed=SEEDS,
+        mode=st.sampled_from(["grad", "grad", "no_grad", "inference"]),
+        skips=st.lists(st.sets(st.sampled_from(range(LAYERS)), max_size=1), min_size=4, max_size=4),
+    )
+    def forward(self, seed, mode, skips):
+        if self.recompute == "outside":
+            skips = [set()] * 4  # backward runs the hooks once more
         context = {
             "grad": contextlib.nullcontext,
             "no_grad": torch.no_grad,
@@ -159,6 +199,8 @@ class Program(RuleBasedStateMachine):
 
         def loss(model, rank):
             tokens = batch(seed, rank, DEVICE)
+            for index, layer in enumerate(model.layers):
+                layer.skipped = index in skips[rank]
             return F.cross_entropy(self.run(model, tokens).flatten(0, 1), tokens.flatten())
 
         with context():
@@ -175,6 +217,7 @@ class Program(RuleBasedStateMachine):
         def loss(model, rank):
             generator = torch.Generator().manual_seed(1000 * seed + rank)
             x = torch.randn(3, 13, generator=generator).to(DEVICE).requires_grad_()
+            model.layers[index].skipped = False
             value = model.layers[index](x).square().mean()
             if order == 2:
                 (slope,) = torch.autograd.grad(value, x, create_graph=True)
@@ -189,11 +232,12 @@ class Program(RuleBasedStateMachine):
         self.pending.append((ours, twins))
 
     @precondition(lambda self: self.pending)
-    @rule(pick=st.integers(0, 9), retain=st.booleans())
-    def backward(self, pick, retain):
+    @rule(pick=st.integers(0, 9), retain=st.booleans(), sync=st.sampled_from([True, True, False]))
+    def backward(self, pick, retain, sync):
         pick %= len(self.pending)
         ours, twins = self.pending[pick] if retain else self.pending.pop(pick)
-        ours.backward(retain_graph=retain)
+        with contextlib.nullcontext() if sync else no_sync(self.model):
+            ours.backward(retain_graph=retain)
         for loss in twins:
             (loss / self.world_size).backward(retain_graph=retain)
 
@@ -218,6 +262,8 @@ class Program(RuleBasedStateMachine):
         def fail(*_):
             raise Broken
 
+        for layer in self.model.layers:
+            layer.skipped = False
         handle = self.model.layers[index].down.register_forward_pre_hook(fail)
         with pytest.raises(Broken):
             self.model(batch(seed, self.rank, DEVICE))
@@ -233,6 +279,8 @@ class Program(RuleBasedStateMachine):
             output.register_hook(fail)
 
         self.zero_grad(True)
+        for layer in self.model.layers:
+            layer.skipped = False
         handle = self.model.layers[index].down.register_forward_hook(spoil)
         loss = self.model(batch(seed, self.rank, DEVICE)).float().sum()
         handle.remove()
@@ -265,6 +313,30 @@ class Program(RuleBasedStateMachine):
     def set_sync(self, sync):
         self.model.set_requires_gradient_sync(sync)
 
+    @rule(all_reduce=st.booleans())
+    def set_all_reduce(self, all_reduce):
+        self.model.set_requires_all_reduce(all_reduce)
+
+    @rule(last=st.booleans())
+    def set_is_last_backward(self, last):
+        self.model.set_is_last_backward(last)
+
+    @rule(count=st.integers(1, 3))
+    def set_reductions_in_flight(self, count):
+        self.model.set_reduce_scatter_max_input_buffers(count)
+
+    @rule(which=UNITS, ahead=st.lists(UNITS, max_size=2), backward=st.booleans())
+    def set_prefetch(self, which, ahead, backward):
+        unit, others = self.unit(which), [self.unit(each) for each in ahead]
+        if backward:
+            unit.set_modules_to_backward_prefetch(others)
+        else:
+            unit.set_modules_to_forward_prefetch(others)
+
+    @rule(which=UNITS, flag=st.booleans())
+    def set_unshard_in_backward(self, which, flag):
+        self.unit(which).set_unshard_in_backward(flag)
+
     @rule(which=UNITS, flag=st.booleans())
     def set_reshard_after_forward(self, which, flag):
         self.unit(which).set_reshard_after_forward(flag)
@@ -282,7 +354,7 @@ class Program(RuleBasedStateMachine):
     @rule(which=UNITS)
     def reshard(self, which):
         self.unit(which).reshard()
-        groups = [g for g in param_groups(self.unit(which)) if not g.name]
+        groups = find_unit(self.unit(which)).groups
         self.agree(lambda: self.all_sharded(groups))
 
     @staticmethod
@@ -315,6 +387,7 @@ class Program(RuleBasedStateMachine):
 
 def check_programs(rank, world_size, examples):
     Program.rank, Program.world_size = rank, world_size
+    Program.meshes = meshes(world_size)
     run_state_machine_as_test(
         Program,
         settings=settings(

@@ -4,6 +4,8 @@ import io
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from testing.models import batch, build, loss_of
@@ -72,6 +74,44 @@ def check_averaged_model(rank, world_size):
     assert average(batch(0, rank, DEVICE)).isfinite().all()
 
 
+class Tied(nn.Module):
+    """The borrower of a weight comes before its owner."""
+
+    def __init__(self):
+        super().__init__()
+        self.borrower, self.owner = nn.Sequential(nn.Linear(5, 5)), nn.Linear(5, 5)
+        self.borrower[0].weight = self.owner.weight
+
+    def forward(self, x):
+        return self.borrower(self.owner(x))
+
+
+def check_what_another_unit_keeps_gathered(rank, world_size):
+    model = Tied().to(DEVICE)
+    fully_shard(model.owner)
+    fully_shard(model)
+    model.owner.unshard()
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    model.owner.unshard()
+    twin = copy.deepcopy(model)
+    assert twin.borrower[0].weight is twin.owner.weight
+    x = torch.ones(2, 5, device=DEVICE)
+    assert torch.equal(twin(x), model(x))
+    model.owner.unshard()
+    model.double()
+    assert model(x.double()).dtype == torch.float64
+
+
+def check_half_a_tie(rank, world_size):
+    model = Tied().to(DEVICE)
+    fully_shard(model.owner)
+    fully_shard(model.borrower)
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"tied.*copy a module that holds both"):
+        copy.deepcopy(model.borrower)
+    assert copy.deepcopy(model.owner)(torch.ones(2, 5, device=DEVICE)).isfinite().all()
+
+
 def check_pickle(rank, world_size):
     with pytest.raises(TypeError, match=r"FSDPLanguageModel cannot be pickled.*state_dict"):
         torch.save(wrapped(), io.BytesIO())
@@ -80,6 +120,8 @@ def check_pickle(rank, world_size):
 def check_all(rank, world_size):
     check_deepcopy(rank, world_size)
     check_averaged_model(rank, world_size)
+    check_what_another_unit_keeps_gathered(rank, world_size)
+    check_half_a_tie(rank, world_size)
     check_pickle(rank, world_size)
 
 

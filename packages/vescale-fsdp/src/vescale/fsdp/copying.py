@@ -18,12 +18,12 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
     """Return a deep copy of ``module``, whose unit is in its ``__dict__`` under ``attribute``.
 
     Units are copied when the outermost wrapped module has been: a tie may lead anywhere in it.
-    Raises ValueError if a unit has modules outside of what is copied.
+    Raises ValueError if a unit has modules, or uses a tied parameter, outside of what is copied.
     """
     outermost = _PENDING not in memo
     pending: list[tuple[Unit, nn.Module]] = memo.setdefault(_PENDING, [])
     unit: Unit = module.__dict__[attribute]
-    unit.reshard()
+    unit.put_back()
     fresh = object.__new__(type(module))
     memo[id(module)] = fresh
     state = {
@@ -36,8 +36,10 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
     if outermost:
         del memo[_PENDING]
         units = {id(source): source for source, _ in pending}
+        lent = {id(group) for source in units.values() for group in source.groups}
         for source in units.values():
             _check_complete(source, memo)
+            _check_borrowed(source, lent)
         groups = {
             group: _copy_group(group, memo) for source in units.values() for group in source.groups
         }
@@ -55,6 +57,17 @@ def _check_complete(unit: Unit, memo: dict[int, Any]) -> None:
             raise ValueError(
                 f"{type(module).__name__} is not part of what is copied, but in one call of "
                 f"fully_shard with something that is ([{names}]); copy a module that holds all."
+            )
+
+
+def _check_borrowed(unit: Unit, lent: set[int]) -> None:
+    for group in unit.borrowed:
+        if id(group) not in lent:
+            names = ", ".join(type(m).__name__ for m in unit.modules)
+            raise ValueError(
+                f"{names} uses a parameter ({group.managed[0].fqn}, or one beside it) of another "
+                "wrapped module, to which it is tied, and that is not part of what is copied; copy "
+                "a module that holds both."
             )
 
 
@@ -77,7 +90,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any], groups: dict[ParamGroup, ParamG
     fresh = Unit(
         [memo[id(module)] for module in unit.modules],
         [groups[group] for group in unit.groups],
-        [groups[group] for group in unit.borrowed if group in groups],
+        [groups[group] for group in unit.borrowed],
         unit.policy,
         unit.reshard_after_forward,
     )

@@ -118,7 +118,7 @@ class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state dict with sharded parameters, as DTensors, without communication."""
         for unit in units_of(self, recurse=False):
-            unit.reshard()
+            unit.put_back()
         return super().state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -130,7 +130,7 @@ class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         unit = unit_of(self)
-        unit.reshard()
+        unit.put_back()
         if unit.schedule is not None:
             unit.schedule.finish_reductions()
         for group in unit.groups:
@@ -146,7 +146,7 @@ class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
         self, state_dict: dict, prefix: str, local_metadata: dict, *args: Any
     ) -> None:
         unit = unit_of(self)
-        unit.reshard()
+        unit.put_back()
         unit.settle()
         assign = local_metadata.get("assign_to_params_buffers", False)
         for group, index, names in _managed_names(self, unit):

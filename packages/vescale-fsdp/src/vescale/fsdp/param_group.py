@@ -156,6 +156,11 @@ class ParamGroup(ShardedGroup):
         if not self.holders:
             self._free(keep)
 
+    def put_back(self) -> None:
+        """Give the full parameters up for all holders, and so put the sharded ones in place."""
+        self.holders.clear()
+        self._free()
+
     def _free(self, keep: bool = False) -> None:
         if self.state is State.SHARDED:
             return
@@ -201,6 +206,10 @@ class ParamGroup(ShardedGroup):
         if method is not None:
             method()
         self.reduction.take(index, self.managed[index].take_gradient())
+
+    def put_off_reduce(self) -> None:
+        """Note that a backward ended without the reduction of the group's gradients."""
+        self.reduction.put_off()
 
     def start_reduce(self) -> None:
         """Launch the reduction of the group's gradients."""
@@ -253,8 +262,7 @@ class ParamGroup(ShardedGroup):
             self.reduction.drop()
         self.finish_reduce()
         self.settle()
-        self.holders.clear()
-        self._free()
+        self.put_back()
         self.weights.drop_kept()
         for item in self.managed:
             if item.gathered is not None:

@@ -85,6 +85,8 @@ class Reduction:
         self._buffer: GradientBuffer | None = None
         self._scaling: Scaling | None = None  # of the reduce-scatter under way
         self._deferred = False  # whether its result will wait for the replicas
+        self._arrived: torch.Tensor | None = None  # its result, if it had to be waited for early
+        self._owed = False  # whether a backward without sync left gradients, here or elsewhere
         self._reduced: torch.Tensor | None = None  # after it, [S + flags], maybe in an all-reduce
         self._work: dist.Work | None = None
         self._after = 1.0
@@ -98,7 +100,12 @@ class Reduction:
     @property
     def waits(self) -> bool:
         """Whether gradients wait here for a reduction, or for the rest of one."""
-        return self._partial is not None or self._written
+        return self._partial is not None or self._written or self._owed
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a reduction runs whose result is not in ``.grad`` yet, nor waits."""
+        return self._scaling is not None or self._reduced is not None
 
     @property
     def _written(self) -> bool:
@@ -109,11 +116,18 @@ class Reduction:
         """Whether a reduction now would bring gradients on."""
         under_way = self._scaling is not None  # and will take what was put off along
         put_off = self._partial is not None and self.options.all_reduce
-        return self._written or (put_off and not under_way)
+        return self._written or self._owed or (put_off and not under_way)
+
+    def put_off(self) -> None:
+        """Note that a backward has passed without a reduction, so that the next one has it.
+
+        Every rank calls it alike: this one may have had no gradient where another had some.
+        """
+        self._owed = True
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Write the gradient of full parameter ``index`` into the buffer, or add it."""
-        self.advance()  # of this very buffer, if the parameter is used once more
+        self._collect()  # from this very buffer, if the parameter is used once more
         self._gradients().write(index, grad)
 
     def use(self, collectives: Collectives) -> None:
@@ -138,6 +152,7 @@ class Reduction:
     def start(self) -> None:
         """Launch the reduce-scatter; its payload is always the same."""
         self.finish()
+        self._owed = False
         buffer = self._gradients()
         self._used |= buffer.written
         can_average = averages(self._data.groups[0], self._device)
@@ -151,8 +166,10 @@ class Reduction:
         Returns whether something is left to ``finish``.
         """
         if self._scaling is not None:
+            self._collect()
             scaling, self._scaling = self._scaling, None
-            reduced, average = self._buffer.finish(), scaling.average
+            reduced, self._arrived = self._arrived, None
+            average = scaling.average
             self._after = scaling.after
             if self._deferred or self._partial is not None:
                 self._add_partial(reduced, scaling)
@@ -166,6 +183,14 @@ class Reduction:
                 group = self._data.replicate_group
                 self._work = dist.all_reduce(reduced, op=op, group=group, async_op=True)
         return self._reduced is not None
+
+    def _collect(self) -> None:
+        """Wait for the reduce-scatter under way, if any.
+
+        What follows it is left to ``advance``: when gradients come, ranks may differ.
+        """
+        if self._scaling is not None and self._arrived is None:
+            self._arrived = self._buffer.finish()
 
     def _add_partial(self, reduced: torch.Tensor, scaling: Scaling) -> None:
         """Add a result to those that wait, in the widest dtype: each would round away some more.
@@ -247,9 +272,9 @@ class Reduction:
 
     def drop(self) -> None:
         """Wait for the collective under way, and forget it and what waits for a reduction."""
-        if self._scaling is not None:
-            self._scaling = None
-            self._buffer.finish()
+        self._collect()
+        self._scaling = self._arrived = None
+        self._owed = False
         if self._work is not None:
             self._work.wait()
         self._work = self._reduced = self._partial = None

@@ -51,6 +51,7 @@ class Schedule:
         self._reduce_order: list[int] = []  # by first start of forward, ever
         # By entry, the newest last: had a forward to differentiate since the last reduction.
         self._armed: dict[int, set[int]] = {}
+        self._spent: dict[int, set[int]] = {}  # by entry: was armed, and has been reduced
         self._reached: set[int] = set()  # entries, by the backward that runs
         self._ready: set[int] = set()
         self._reducing: list[ParamGroup] = []  # over the ranks that shard
@@ -100,11 +101,17 @@ class Schedule:
         self._forward_cursor = 0
 
     def arm(self, unit: "Unit") -> None:
-        """Note that a forward of ``unit`` will be differentiated: it takes part in a reduction."""
+        """Note that a forward of ``unit`` will be differentiated: it takes part in a reduction.
+
+        So do the units whose parameters it borrows.
+        """
         entry = IN_BACKWARD if self._in_backward else self._entry
-        armed = self._armed.pop(entry, set())
-        armed.add(unit.index)
-        self._armed[entry] = armed
+        units = [unit]
+        if unit.borrowed:
+            units += [u for u in self._live() if any(g in unit.borrowed for g in u.groups)]
+        indices = {each.index for each in units if each.trainable}
+        if indices:
+            self._armed[entry] = self._armed.pop(entry, set()) | indices
 
     def prefetch_forward(self, unit: "Unit") -> None:
         """Gather what the user chose, or the unit that followed ``unit`` in the last iteration."""
@@ -160,7 +167,12 @@ class Schedule:
         for entry in reversed(self._armed):
             if unit.index in self._armed[entry]:
                 self._reached.add(entry)
-                break
+                return
+        # A graph whose units an earlier backward reduced: of another forward, or once more.
+        spent = [entry for entry, units in self._spent.items() if unit.index in units]
+        if spent and self._reached.isdisjoint(spent):
+            self._armed[spent[-1]] = self._armed.pop(spent[-1], set()) | self._spent[spent[-1]]
+            self._reached.add(spent[-1])
 
     def prefetch_backward(self, unit: "Unit") -> None:
         """Gather what the user chose, or the unit that ended its forward just before ``unit``."""
@@ -199,13 +211,18 @@ class Schedule:
 
     def _reduce(self, index: int) -> None:
         for entry in self._reached:
-            self._armed.get(entry, set()).discard(index)
+            if index in self._armed.get(entry, ()):
+                self._armed[entry].discard(index)
+                if entry != IN_BACKWARD:
+                    self._spent.setdefault(entry, set()).add(index)
         self._ready.discard(index)
         unit = self._unit(index)
         if unit is None:
             return
         for group in unit.groups:
-            if group.trainable and group.reduce_options.sync:
+            if group.trainable and not group.reduce_options.sync:
+                group.put_off_reduce()
+            elif group.trainable:
                 self._start(group)
 
     def _start(self, group: "ParamGroup") -> None:
@@ -228,7 +245,7 @@ class Schedule:
             if self._expects(index) or (unit is not None and unit.has_gradients):
                 self._reduce(index)
         for unit in self._live():  # an owner that never ran itself, only its borrowers
-            if unit.has_gradients:
+            if unit.has_gradients or self._expects(unit.index):
                 self._reduce(unit.index)
         if all(unit.is_last_backward for unit in self._live()):
             self.finish_reductions()
@@ -282,6 +299,7 @@ class Schedule:
         self._forward_order, self._ended = [], []
         self._ended_orders.clear()
         self._armed.clear()
+        self._spent.clear()
         self._reached.clear()
         self._ready.clear()
         units = self._live()

@@ -96,6 +96,11 @@ class Unit:
         return any(group.has_gradients for group in self.groups)
 
     @property
+    def trainable(self) -> bool:
+        """Whether any of the unit's own parameters requires a gradient."""
+        return any(group.trainable for group in self.groups)
+
+    @property
     def lends(self) -> bool:
         """Whether modules of other units use a parameter of this one."""
         return any(group.lent for group in self.groups)
@@ -132,6 +137,12 @@ class Unit:
             group.release(id(self), keep=keep)
         for group in self.borrowed:
             group.release(id(self))
+
+    def put_back(self) -> None:
+        """Put the sharded parameters in place, also those that another unit's modules use."""
+        self.kept_by_default = False
+        for group in self.all_groups:
+            group.put_back()
 
     def settle(self) -> None:
         """Wait for copies between host and device, where the unit is offloaded."""
@@ -172,8 +183,7 @@ class Unit:
             args = cast_floating(self.policy.param_dtype, args)
             kwargs = cast_floating(self.policy.param_dtype, kwargs)
         if self._differentiable:
-            if any(group.trainable for group in self.groups):
-                self.schedule.arm(self)
+            self.schedule.arm(self)
             return self._watch_inputs(args, kwargs)
         return args, kwargs
 
@@ -291,7 +301,7 @@ class Unit:
         self._calls.discard(call)
         if self._calls or not self.in_backward:
             return
-        if any(group.trainable for group in self.groups):
+        if self.trainable:
             self.schedule.ready(self)
         self._reshard_in_backward()
 
