@@ -120,12 +120,27 @@ def check_late_gradients(rank, world_size):
     equal(model, Chain, world_size, once, again)
 
 
+def check_rows_of_unused_layers(rank, world_size):
+    """Gathers and reductions keep one order on ranks that pass several units by."""
+    for skips in ([(), (1, 2)], [(), (0, 1, 2)], [(), (1, 2, 3)], [(0, 3), (1, 2)], [(1, 2)] * 2):
+
+        def loss(model, rank, skips=skips):
+            return model(inputs(0, rank), skip=skips[rank % 2])
+
+        for options in ({}, {"mesh": init_device_mesh(DEVICE, (world_size, 1))}):
+            model = wrap(Chain, **options)
+            loss(model, rank).backward()
+            loss(model, rank).backward()
+            equal(model, Chain, world_size, loss, loss)
+
+
 def check_all(rank, world_size):
     check_two_forwards_then_two_backwards(rank, world_size)
     check_one_graph_twice(rank, world_size)
     check_no_sync_then_absent(rank, world_size)
     check_lender(rank, world_size)
     check_late_gradients(rank, world_size)
+    check_rows_of_unused_layers(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -7,6 +7,8 @@ derives alike from the order of the forwards, never from the data:
 - ahead of a unit's forward, the gather of the unit that followed it last time;
 - ahead of its backward, the gather of the unit that preceded it;
 - instead of either, what the user chose for the unit;
+- in the place of a unit that backward passes by, the same as if it had come there: on another rank
+  it may have;
 - reductions in the reverse of the order in which the units were first used, each when backward has
   come to the unit's inputs or to its end. A unit that is ready early waits for its turn, and one
   whose parameters had no gradient takes its turn with zeros.
@@ -44,9 +46,12 @@ class Schedule:
         self._forward_order: list[int] = []  # by start of forward, since the entry
         self._last_forward_orders: dict[int, list[int]] = {}  # of the forward before, by entry
         self._forward_cursor = 0
-        self._ended: list[int] = []  # by end of forward, since the entry
-        self._ended_orders: dict[int, list[int]] = {}  # by entry, the newest last
+        # By end of forward, since the entry: (unit, how many had ended when it began).
+        self._ended: list[tuple[int, int]] = []
+        self._ended_orders: dict[int, list[tuple[int, int]]] = {}  # by entry, the newest last
+        self._began: list[int] = []  # of the forwards that run, how many had ended
         self._backward_order: list[int | None] = []  # of all entries; None between two of them
+        self._backward_began: list[int] = []  # the place of the first that ended after it began
         self._backward_cursor = 0
         self._reduce_order: list[int] = []  # by first start of forward, ever
         # By entry, the newest last: had a forward to differentiate since the last reduction.
@@ -83,6 +88,7 @@ class Schedule:
             if not self._in_backward:
                 self._start_iteration(unit)
         self._depth += 1
+        self._began.append(len(self._ended))
         if not self._in_backward:
             self._forward_order.append(unit.index)
             if unit.index not in self._reduce_order:
@@ -131,14 +137,15 @@ class Schedule:
     def leave_forward(self, unit: "Unit", *, differentiable: bool) -> None:
         """Note that ``unit`` ended its forward."""
         self._depth -= 1
+        began = self._began.pop()
         if self._in_backward:
             return
         if differentiable:
             if not self._ended:
                 self._ended_orders.pop(self._entry, None)
                 self._ended_orders[self._entry] = self._ended
-            if self._ended[-1:] != [unit.index]:  # of several modules of one unit
-                self._ended.append(unit.index)
+            if not self._ended or self._ended[-1][0] != unit.index:  # of several modules of one
+                self._ended.append((unit.index, began))
         if self._depth == 0:
             for other in self._live():
                 other.end_partly_run(unit)
@@ -147,6 +154,7 @@ class Schedule:
     def abort_forward(self) -> None:
         """Note that a forward raised; the outermost one leaves everything sharded."""
         self._depth -= 1
+        self._began.pop()
         if self._depth == 0 and not self._in_backward:
             self.reset(drop_gradients=False)
 
@@ -160,7 +168,11 @@ class Schedule:
         """Note that backward reached ``unit``; the first call waits for the end of the pass."""
         if not self._in_backward:
             self._in_backward = True
-            self._backward_order = [i for o in self._ended_orders.values() for i in (None, *o)]
+            self._backward_order, self._backward_began = [], []
+            for ended in self._ended_orders.values():
+                first = len(self._backward_order) + 1
+                self._backward_order += [None, *(index for index, _ in ended)]
+                self._backward_began += [0, *(first + began for _, began in ended)]
             self._backward_cursor = len(self._backward_order)
             self._reached = {IN_BACKWARD}
             on_backward_end(self._leave_backward)
@@ -174,17 +186,64 @@ class Schedule:
             self._armed[spent[-1]] = self._armed.pop(spent[-1], set()) | self._spent[spent[-1]]
             self._reached.add(spent[-1])
 
+    def catch_up(self, unit: "Unit") -> None:
+        """Do what other ranks may do with the units that backward has passed by here."""
+        at = self._place_in_backward(unit)
+        if at is not None:
+            self._pass_by(at)
+
     def prefetch_backward(self, unit: "Unit") -> None:
         """Gather what the user chose, or the unit that ended its forward just before ``unit``."""
+        at = self._place_in_backward(unit)
+        if at is not None:
+            self._backward_cursor = at
+        self._prefetch_before(unit, at)
+
+    def _place_in_backward(self, unit: "Unit") -> int | None:
+        order = self._backward_order
+        places = range(self._backward_cursor - 1, -1, -1)
+        return next((at for at in places if order[at] == unit.index), None)
+
+    def _prefetch_before(self, unit: "Unit", at: int | None) -> None:
         for ref in unit.backward_prefetch:
             self._prefetch(ref())
+        if at and self._backward_order[at - 1] is not None and not unit.backward_prefetch:
+            self._prefetch(self._unit(self._backward_order[at - 1]))
+
+    def _pass_by(self, end: int) -> None:
+        """Pass by the units from the cursor down to that at ``end``, exclusive, of its entry."""
         order = self._backward_order
-        for at in range(self._backward_cursor - 1, -1, -1):
-            if order[at] == unit.index:
-                self._backward_cursor = at
-                if order[at - 1] is not None and not unit.backward_prefetch:
-                    self._prefetch(self._unit(order[at - 1]))
-                return
+        stop = end + 1
+        while stop < self._backward_cursor and order[stop] is not None:
+            stop += 1
+        first = end
+        while order[first] is not None:
+            first -= 1
+        for at in range(stop - 1, end, -1):
+            unit = self._unit(order[at])
+            if unit is None or unit.in_backward:
+                continue
+            self._prefetch(unit)
+            self._prefetch_before(unit, at)
+            unit.drop_unclaimed()
+            # Autograd goes from new to old: it is done with what began after ``end`` had ended.
+            if self._backward_began[at] > end and order[at] not in order[first : end + 1]:
+                unit.passed_by()
+        self._backward_cursor = end + 1
+
+    def _pass_by_the_rest(self) -> None:
+        """Do so at the end of backward, as far as units are left that have to be reduced."""
+        order = self._backward_order
+        for index in reversed(order[self._backward_cursor :]):
+            unit = self._unit(index) if index is not None else None
+            if unit is not None and unit.trainable:
+                self.ready(unit)
+        begin = self._backward_cursor
+        while begin > 0 and order[begin - 1] is not None:
+            begin -= 1
+        due = [at for at in range(begin, self._backward_cursor) if self._expects(order[at])]
+        if due:
+            self._pass_by(due[0] - 1)
 
     def ready(self, unit: "Unit") -> None:
         """Note that backward has passed ``unit``, and reduce what has its turn.
@@ -239,6 +298,7 @@ class Schedule:
                 self._replicating.pop(0).finish_reduce()
 
     def _leave_backward(self) -> None:
+        self._pass_by_the_rest()
         self._in_backward = False
         for index in reversed(self._reduce_order):
             unit = self._unit(index)
@@ -295,6 +355,7 @@ class Schedule:
         ``drop_gradients`` also forgets gradients that were not reduced: some may be missing.
         """
         self._depth = 0
+        self._began.clear()
         self._in_backward = False
         self._forward_order, self._ended = [], []
         self._ended_orders.clear()

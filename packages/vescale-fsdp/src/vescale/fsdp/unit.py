@@ -268,13 +268,14 @@ class Unit:
 
     def before_backward(self) -> None:
         """Have the full parameters in place: backward reached the unit."""
-        self._enter_backward(gather=self.unshard_in_backward)
+        self._enter_backward(gather=self.unshard_in_backward, in_order=True)
 
     def needed_in_backward(self) -> None:
         """Have the full parameters in place, also where the user said that none is needed."""
-        self._enter_backward(gather=True)
+        # A borrower may need the lender's parameters long before the lender's turn.
+        self._enter_backward(gather=True, in_order=not self.lends)
 
-    def _enter_backward(self, *, gather: bool) -> None:
+    def _enter_backward(self, *, gather: bool, in_order: bool) -> None:
         groups = self.all_groups
         there = all(group.state is State.GATHERED for group in groups)
         if torch.is_grad_enabled():
@@ -287,9 +288,12 @@ class Unit:
             return
         self.in_backward = True
         self.schedule.enter_backward(self)
+        if in_order:
+            self.schedule.catch_up(self)
         if gather:
             self.unshard()
-        self.schedule.prefetch_backward(self)
+        if in_order:
+            self.schedule.prefetch_backward(self)
 
     def gradient_arrived(self) -> None:
         """Have the pass's end noticed, also where nothing that a forward saved leads here."""
@@ -304,6 +308,11 @@ class Unit:
         if self.trainable:
             self.schedule.ready(self)
         self._reshard_in_backward()
+
+    def passed_by(self) -> None:
+        """Note that backward is done with the last call, which it did not reach here."""
+        if self.trainable and len(self._calls) <= 1:
+            self.schedule.ready(self)
 
     def _reshard_in_backward(self) -> None:
         if self.reshard_after_backward:
