@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
@@ -251,7 +252,21 @@ def check_arguments(rank, world_size):
         model.set_symm_mem_for_comm()
 
 
+def check_no_gather_ahead_where_checkpointing_watches(rank, world_size):
+    """What checkpointing recomputes is not watched: it is gathered, whatever was chosen."""
+    model, twin = build(layers=2).to(DEVICE), build(layers=2).to(DEVICE)
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    model.layers[0].set_unshard_in_backward(False)
+    tokens = batch(0, 0, DEVICE)
+    checkpoint(model, tokens, use_reentrant=False).square().mean().backward()
+    twin(tokens).square().mean().backward()
+    for name, param in twin.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+
+
 def check_all(rank, world_size):
+    check_no_gather_ahead_where_checkpointing_watches(rank, world_size)
     check_prefetch_order(rank, world_size)
     check_recurse(rank, world_size)
     check_wrong_guess(rank, world_size)

@@ -159,7 +159,7 @@ class Schedule:
             self.reset(drop_gradients=False)
 
     def _prefetch(self, unit: "Unit | None") -> None:
-        if unit is not None and (unit.unshard_in_backward or not self._in_backward):
+        if unit is not None and (unit.gathers_in_backward or not self._in_backward):
             unit.prefetch()
 
     # --- backward ---------------------------------------------------------------------------

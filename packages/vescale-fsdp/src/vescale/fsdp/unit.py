@@ -66,6 +66,7 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
+        self._unwatched = False  # whether a forward ran where others watch what is saved
         self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
@@ -94,6 +95,11 @@ class Unit:
     def has_gradients(self) -> bool:
         """Whether gradients of the unit's own groups wait for a reduction."""
         return any(group.has_gradients for group in self.groups)
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """Whether backward gathers ahead of a use: as the user chose, unless no use is noticed."""
+        return self.unshard_in_backward or self._unwatched
 
     @property
     def trainable(self) -> bool:
@@ -182,6 +188,8 @@ class Unit:
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args = cast_floating(self.policy.param_dtype, args)
             kwargs = cast_floating(self.policy.param_dtype, kwargs)
+        if torch.is_grad_enabled() and others_watch():
+            self._unwatched = True
         if self._differentiable:
             self.schedule.arm(self)
             return self._watch_inputs(args, kwargs)
@@ -268,7 +276,7 @@ class Unit:
 
     def before_backward(self) -> None:
         """Have the full parameters in place: backward reached the unit."""
-        self._enter_backward(gather=self.unshard_in_backward, in_order=True)
+        self._enter_backward(gather=self.gathers_in_backward, in_order=True)
 
     def needed_in_backward(self) -> None:
         """Have the full parameters in place, also where the user said that none is needed."""
