@@ -17,6 +17,9 @@ from vescale.fsdp import Elements, FSDPModule, MixedPrecisionPolicy, fully_shard
 from vescale.fsdp.param_group import State
 from vescale.fsdp.units import param_groups, unit_of
 
+# FSDP2's lists cannot run in parts in an older torch; ours can in all of them.
+RUNS_PARTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 
 class Chunky(nn.Module):
     """``forward`` returns hidden states, or logits: chunks of a loss call the head themselves."""
@@ -112,10 +115,11 @@ def only_evaluated(side):
 def check_against_fsdp2(rank, world_size):
     compare(whole, True)
     compare(whole, False)
-    compare(chunked, {}, fewer=True)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32)
-    compare(chunked, {"mp_policy": policy}, fewer=True)
-    compare(only_evaluated, fewer=True)
+    if RUNS_PARTS:
+        compare(chunked, {}, fewer=True)
+        policy = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32)
+        compare(chunked, {"mp_policy": policy}, fewer=True)
+        compare(only_evaluated, fewer=True)
 
 
 def check_chunks_equal_the_whole(rank, world_size):
