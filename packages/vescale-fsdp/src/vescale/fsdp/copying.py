@@ -9,7 +9,7 @@ from torch import nn
 
 from vescale.fsdp.early_optimizers import note_wrap
 from vescale.fsdp.param_group import ParamGroup
-from vescale.fsdp.unit import Unit
+from vescale.fsdp.unit import RUNS, Unit
 
 _PENDING = "vescale.fsdp: wrapped modules whose units are still to be copied"
 
@@ -27,9 +27,7 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
     fresh = object.__new__(type(module))
     memo[id(module)] = fresh
     state = {
-        name: value
-        for name, value in module.__dict__.items()
-        if name not in (attribute, "_vescale_runs")
+        name: value for name, value in module.__dict__.items() if name not in (attribute, RUNS)
     }
     fresh.__dict__.update(copy.deepcopy(state, memo))
     pending.append((unit, fresh))

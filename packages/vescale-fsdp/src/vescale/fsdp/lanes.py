@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Literal
 
 from vescale.fsdp.lane_search import MOST_LANES, LaneSearch
-from vescale.fsdp.planner import Plan, Request, checked_integer, plan
+from vescale.fsdp.planner import Plan, Request, Sizes, checked_integer, plan
 from vescale.fsdp.validate import validate_plan
 
 __all__ = ["LANE_NBYTES", "LanePlan", "plan_lanes"]
@@ -28,7 +28,7 @@ LANE_NBYTES = 64 * 1024  # what a lane costs, in bytes of every rank's shard
 
 
 @dataclass(frozen=True)
-class LanePlan:
+class LanePlan(Sizes):
     """Which tensors are in which lane, and the plan of each lane.
 
     ``lanes[k].requests[j]`` is ``requests[members[k][j]]``; members are ascending. A rank's shard
@@ -96,26 +96,6 @@ class LanePlan:
             self.lane_ranges[lane][2] + self.lanes[lane].offsets[place] if request.numel else 0
             for request, (lane, place) in zip(self.requests, self.places, strict=True)
         )
-
-    @property
-    def numel(self) -> int:
-        """Elements of all tensors together."""
-        return sum(lane.numel for lane in self.lanes)
-
-    @property
-    def buffer_numel(self) -> int:
-        """Elements of the full buffer, of all lanes together."""
-        return self.world_size * self.shard_numel
-
-    @property
-    def padding_numel(self) -> int:
-        """Elements of the full buffer that belong to no tensor."""
-        return self.buffer_numel - self.numel
-
-    @property
-    def padding(self) -> float:
-        """``padding_numel / numel``; 0.0 where every tensor is empty."""
-        return self.padding_numel / self.numel if self.numel else 0.0
 
     def local_range(self, index: int, rank: int) -> tuple[int, int, int]:
         """Return ``(start_in_tensor, start_in_shard, numel)`` as ``Plan.local_range`` does.

@@ -19,7 +19,7 @@ from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.reduce_settings import ReduceSettings
 from vescale.fsdp.saved_tensors import saved_tensor_watch
 from vescale.fsdp.schedule import Schedule
-from vescale.fsdp.unit import Unit
+from vescale.fsdp.unit import RUNS, Unit
 from vescale.fsdp.units import UNIT, param_groups, unit_of, units_of
 
 
@@ -43,7 +43,7 @@ class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
     other times its parameters are sharded DTensors.
     """
 
-    _vescale_runs = False  # in the __dict__ of a module that runs now; a guard of compiled code
+    _vescale_runs = False  # RUNS, by its name: a guard of compiled code
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         # Containers build slices of themselves with type(self)(...): those are plain modules.
@@ -164,7 +164,7 @@ def run_gathered(module: FSDPModule, inner: Callable, args: tuple, kwargs: dict)
     """
     if module._vescale_runs:  # a method of its own, or a module that calls itself
         return inner(*args, **kwargs)
-    module.__dict__["_vescale_runs"] = True
+    module.__dict__[RUNS] = True
     try:
         args, kwargs, watch = untraced(_enter)(module, args, kwargs)
         with watch:
@@ -174,7 +174,7 @@ def run_gathered(module: FSDPModule, inner: Callable, args: tuple, kwargs: dict)
         untraced(_abort)(module)
         raise
     finally:
-        module.__dict__.pop("_vescale_runs", None)
+        module.__dict__.pop(RUNS, None)
 
 
 def _enter(

@@ -36,19 +36,10 @@ class Request:
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Where each request starts in the buffer, and how long every rank's shard is.
+class Sizes:
+    """How much of a planned buffer is tensors, and how much is padding."""
 
-    ``offsets[i]`` is the start of ``requests[i]`` in the buffer (0 for an empty tensor, which lies
-    nowhere). ``shard_numel`` is a multiple of ``align``, and 0 only where every tensor is empty.
-    """
-
-    requests: tuple[Request, ...]
-    offsets: tuple[int, ...]
-    shard_numel: int
-    world_size: int
-    align: int = 1
+    __slots__ = ()
 
     @property
     def numel(self) -> int:
@@ -69,6 +60,21 @@ class Plan:
     def padding(self) -> float:
         """``padding_numel / numel``; 0.0 where every tensor is empty."""
         return self.padding_numel / self.numel if self.numel else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Sizes):
+    """Where each request starts in the buffer, and how long every rank's shard is.
+
+    ``offsets[i]`` is the start of ``requests[i]`` in the buffer (0 for an empty tensor, which lies
+    nowhere). ``shard_numel`` is a multiple of ``align``, and 0 only where every tensor is empty.
+    """
+
+    requests: tuple[Request, ...]
+    offsets: tuple[int, ...]
+    shard_numel: int
+    world_size: int
+    align: int = 1
 
     def local_range(self, index: int, rank: int) -> tuple[int, int, int]:
         """Return ``(start_in_tensor, start_in_shard, numel)`` of tensor ``index`` on ``rank``.

@@ -15,6 +15,8 @@ from vescale.fsdp.saved_tensors import others_watch, watched_by
 from vescale.fsdp.schedule import Schedule
 from vescale.fsdp.structure import cast_floating, map_tensors, tensors_in
 
+RUNS = "_vescale_runs"  # in the __dict__ of a module that runs now
+
 
 class _Call:
     """A forward whose inputs wait for their gradients; gone when its graph is."""
@@ -341,7 +343,7 @@ class Unit:
         """Return to the state before a forward."""
         self.in_backward = self.kept_by_default = False
         for module in self.modules:
-            module.__dict__.pop("_vescale_runs", None)
+            module.__dict__.pop(RUNS, None)
         self._ran.clear()
         self._calls.clear()
         for group in self.groups:
