@@ -21,6 +21,7 @@ ENTRY = (
     "vescale.fsdp.module",
     "vescale.fsdp.copying",
     "vescale.fsdp.comm_settings",
+    "vescale.fsdp.finalization",
     "vescale.fsdp.forward_methods",
     "vescale.fsdp.sharing",
     "vescale.fsdp.gather_settings",

@@ -2,6 +2,7 @@
 """Fully sharded data parallel with torch's ``fully_shard`` API, on RaggedShard parameters."""
 
 import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
+from vescale.fsdp.finalization import GradientReductionHandle
 from vescale.fsdp.forward_methods import register_fsdp_forward_method
 from vescale.fsdp.full_parameters import iter_full_parameters
 from vescale.fsdp.full_state import load_full_state_dict
@@ -31,6 +32,7 @@ __all__ = [
     "DataParallelMeshDims",
     "Elements",
     "FSDPModule",
+    "GradientReductionHandle",
     "Granularity",
     "InitReport",
     "MixedPrecisionPolicy",

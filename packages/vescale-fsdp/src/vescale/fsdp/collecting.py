@@ -18,6 +18,7 @@ from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
 from vescale.fsdp.parallel import parallel_of
 from vescale.fsdp.param_group import ParamGroup
+from vescale.fsdp.policy import MixedPrecisionPolicy, policy_for
 from vescale.fsdp.shard_placement import PlacementFn, data_mesh_for
 from vescale.fsdp.wrap_arguments import names_of
 
@@ -27,6 +28,7 @@ def collect(
     ignored: set[nn.Parameter],
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None,
     placement_fn: PlacementFn | None,
+    policy: MixedPrecisionPolicy,
     data: DataMesh,
 ) -> tuple[list[Managed], dict[tuple[ParamGroup, int], list]]:
     """Return the parameters that the unit will manage, and its ties to other units'."""
@@ -52,7 +54,10 @@ def collect(
                 if has_extension(param):
                     check_rows(fqn, param, own.shards)
                 parallel = parallel_of(fqn, param, own, whole_meshes)
-                found[id(param)] = Managed(fqn, [slot], param, chosen, own, parallel)
+                policy_here = policy_for(policy, fqn, param)
+                found[id(param)] = Managed(
+                    fqn, [slot], param, chosen, own, parallel, policy=policy_here
+                )
     return list(found.values()), ties
 
 
@@ -150,7 +155,7 @@ def split(items: list[Managed]) -> list[list[Managed]]:
     groups: dict[tuple, list[Managed]] = {}
     for item in items:
         param = item.original
-        key = (item.data, param.dtype, param.requires_grad, item.uneven)
+        key = (item.data, param.dtype, item.policy, param.requires_grad, item.uneven)
         if has_extension(param):  # each has a gather of its own
             key = (id(item),)
         groups.setdefault(key, []).append(item)
@@ -174,7 +179,7 @@ def describe(
             p = item.original
             lines.append(
                 f"{item.fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} "
-                f"{item.granularity}{_describe_mesh(item, data)}"
+                f"{item.granularity} {item.policy.param_dtype}{_describe_mesh(item, data)}"
             )
     return "\n".join(lines)
 

@@ -95,4 +95,5 @@ def _copy_unit(unit: Unit, memo: dict[int, Any], groups: dict[ParamGroup, ParamG
     fresh.reshard_after_backward = unit.reshard_after_backward
     fresh.unshard_in_backward = unit.unshard_in_backward
     fresh.is_last_backward = unit.is_last_backward
+    fresh.manual_finalization = unit.manual_finalization
     return fresh

@@ -270,12 +270,17 @@ class ExtensionGroup(ParamGroup):
         self.weights.free_full()
         if self._watch is not None:
             self._watch.stop()
-        if not self.second_order:  # else somebody may differentiate once more
-            for tensor in (self._packing.memory, *self._inner):
-                tensor.untyped_storage().resize_(0)
+        # Else somebody may differentiate once more.
+        if not self.second_order and not self.keep_storage:
+            self._free_storage()
         self.second_order = False
         self.state = State.SHARDED
         self.managed[0].register(self.managed[0].sharded)
+
+    def _free_storage(self) -> None:
+        if self._packing is not None:
+            for tensor in (self._packing.memory, *self._inner):
+                tensor.untyped_storage().resize_(0)
 
 
 def _own_attributes(param: torch.Tensor) -> set[str]:

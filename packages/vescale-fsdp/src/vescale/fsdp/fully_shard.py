@@ -35,6 +35,7 @@ from vescale.fsdp.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_policy,
+    without_override,
 )
 from vescale.fsdp.shard_placement import PlacementFn, check_placement_fn
 from vescale.fsdp.unit import Unit
@@ -95,6 +96,7 @@ def fully_shard(
       is sharded and its gradients are averaged, for experts on a mesh of their own. Any dim is
       accepted and none changes the layout: a cut wastes nothing, wherever it is.
     - ``mp_policy``: dtypes of computation, reduction and output, as in torch's FSDP2.
+      From torch 2.15 on, its ``param_dtype_override_fn`` may keep parameters in their own dtype.
     - ``offload_policy``: ``CPUOffloadPolicy()`` keeps sharded parameters, their gradients and so
       optimizer states on the CPU: shards are copied to the mesh's device on their way into each
       gather, reduced gradients back. Its memory is pinned unless ``pin_memory=False``. On a mesh
@@ -141,7 +143,7 @@ def fully_shard(
     error = None
     try:
         items, ties = collect(
-            modules, ignored_params or set(), granularity, shard_placement_fn, data
+            modules, ignored_params or set(), granularity, shard_placement_fn, mp_policy, data
         )
         check_devices(items, names_of(modules), device)
         found = split(items)
@@ -149,13 +151,14 @@ def fully_shard(
             reshard_over(reshard_after_forward, items[0].data.shards)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
-    described = describe(modules, data, f"{mp_policy}, {offload_policy}", reshard, found)
+    policies = f"{without_override(mp_policy)}, {offload_policy}"
+    described = describe(modules, data, policies, reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)
     others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
     agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
     groups = [
         (ExtensionGroup if has_extension(items[0].original) else ParamGroup)(
-            items, items[0].data, device, mp_policy, offload_policy
+            items, items[0].data, device, items[0].policy, offload_policy
         )
         for items in found
     ]

@@ -10,7 +10,7 @@ from torch import nn
 
 from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.unit import Unit
-from vescale.fsdp.units import unit_of, units_of
+from vescale.fsdp.units import groups_of, unit_of, units_of
 
 
 class GatherSettings:
@@ -31,6 +31,17 @@ class GatherSettings:
         check_bool("recurse", recurse)
         for unit in units_of(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Choose whether full parameters keep their memory, and so their place, when sharded.
+
+        A gather then writes where the last one did, as a captured CUDA graph needs, at the cost of
+        all that memory for good. A move or a cast of the module makes new memory.
+        """
+        check_bool("keep", keep)
+        check_bool("recurse", recurse)
+        for group in groups_of(self, recurse):
+            group.set_keep_storage(keep)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Choose what to gather ahead when this module's forward starts, in this order.

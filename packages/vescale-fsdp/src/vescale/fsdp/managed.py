@@ -15,6 +15,7 @@ from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.granularity import Granularity, unit_runs
 from vescale.fsdp.parallel import Parallel
 from vescale.fsdp.planner import Plan, Request, plan
+from vescale.fsdp.policy import MixedPrecisionPolicy
 
 SLICE_ALIGN_BYTES = 16  # slower collectives below it: pytorch/pytorch #195450
 OWNER_ATTRIBUTE = "_vescale_owner"  # on a parameter that a group replaced
@@ -41,6 +42,7 @@ class Managed:
     gathered: nn.Parameter | None = None
     extras: dict = field(default_factory=dict)
     kind: type[nn.Parameter] = nn.Parameter  # of the gathered form
+    policy: MixedPrecisionPolicy | None = None  # of this parameter
     rows: bool = False  # the sharded form has rows, and is cut like torch's Shard(0)
 
     def __post_init__(self) -> None:

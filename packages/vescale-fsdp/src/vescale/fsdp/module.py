@@ -13,6 +13,7 @@ from vescale.fsdp._torch_compat import untraced
 from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.comm_settings import CommSettings
 from vescale.fsdp.copying import copy_wrapped
+from vescale.fsdp.finalization import BackwardFinalization
 from vescale.fsdp.gather_settings import GatherSettings
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.param_group import ParamGroup
@@ -36,7 +37,7 @@ class UnshardHandle:
         self._units = ()
 
 
-class FSDPModule(GatherSettings, ReduceSettings, CommSettings):
+class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSettings):
     """Mixed into a module's class by ``fully_shard``.
 
     Calling the module, or its ``forward``, gathers its parameters, runs it and frees them. At all
@@ -201,7 +202,14 @@ def become_root(root: Unit) -> None:
     schedule = Schedule()
     for module in root.modules:
         param_groups(module)  # names them
-    for unit in {id(u): u for m in root.modules for u in units_of(m, recurse=True)}.values():
+    units = {id(u): u for m in root.modules for u in units_of(m, recurse=True)}.values()
+    for unit in units:
+        if unit.manual_finalization and unit is not root:
+            raise RuntimeError(
+                "set_manual_backward_finalization was called on a module within the root; call it "
+                "on the root: the module whose forward runs the others."
+            )
+    for unit in units:
         unit.join(schedule)
         unit.is_root = unit is root
 

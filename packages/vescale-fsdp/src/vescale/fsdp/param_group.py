@@ -174,10 +174,20 @@ class ParamGroup(ShardedGroup):
             self.weights.keep(self.data.subgroup(self.keep_over))
         if not held:
             self.second_order = False
-            self.weights.free_full()
+            if not self.keep_storage:
+                self._free_storage()
         self.state = State.SHARDED
         for item in self.managed:
             item.register(item.sharded)
+
+    def set_keep_storage(self, keep: bool) -> None:
+        """Choose whether full parameters keep their memory while they are not gathered."""
+        self.keep_storage = keep
+        if not keep and self.state is State.SHARDED and not self.second_order:
+            self._free_storage()
+
+    def _free_storage(self) -> None:
+        self.weights.free_full()
 
     def _make_gathered(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

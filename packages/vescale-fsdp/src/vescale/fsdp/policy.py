@@ -4,6 +4,7 @@
 import dataclasses
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 try:
@@ -25,10 +26,13 @@ __all__ = [
     "OffloadPolicy",
     "check_policy",
     "compute_dtype",
+    "policy_for",
+    "without_override",
 ]
 
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype")
-_KNOWN_FIELDS = {*_DTYPE_FIELDS, "cast_forward_inputs"}
+_OVERRIDE = "param_dtype_override_fn"  # torch has it from 2.15 on
+_KNOWN_FIELDS = {*_DTYPE_FIELDS, "cast_forward_inputs", _OVERRIDE}
 
 
 def check_policy(policy: MixedPrecisionPolicy) -> None:
@@ -45,6 +49,12 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
                 f"mp_policy.{field}={dtype!r} is no floating-point dtype; pass for example "
                 "torch.bfloat16, or None to keep the parameters' dtype."
             )
+    override = getattr(policy, _OVERRIDE, None)
+    if override is not None and not callable(override):
+        raise TypeError(
+            f"mp_policy.{_OVERRIDE}={override!r} is a {type(override).__name__}, expected a "
+            "function of a parameter that returns a dtype or None."
+        )
     for field in dataclasses.fields(policy):  # newer torch has more of them
         value = getattr(policy, field.name)
         if field.name not in _KNOWN_FIELDS and value != field.default:
@@ -52,6 +62,36 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
                 f"mp_policy.{field.name}={value!r} is not supported; leave it out, and wrap "
                 "modules of other dtypes with a policy of their own."
             )
+
+
+def policy_for(policy: MixedPrecisionPolicy, fqn: str, param: nn.Parameter) -> MixedPrecisionPolicy:
+    """Return what ``policy`` says of one parameter, its override of ``param_dtype`` carried out.
+
+    Raises TypeError or ValueError, naming the parameter, for what the override may not return.
+    """
+    override = getattr(policy, _OVERRIDE, None)
+    if override is None:
+        return policy
+    dtype = override(param)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"{fqn}: mp_policy.{_OVERRIDE} returned {dtype!r}, a {type(dtype).__name__}, expected "
+            "a torch.dtype or None."
+        )
+    if dtype not in (None, policy.param_dtype, param.dtype):
+        raise ValueError(
+            f"{fqn}: mp_policy.{_OVERRIDE} returned {dtype}, expected None, param_dtype "
+            f"({policy.param_dtype}) or the parameter's own dtype ({param.dtype})."
+        )
+    plain = without_override(policy)
+    return plain if dtype is None else dataclasses.replace(plain, param_dtype=dtype)
+
+
+def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Return ``policy`` for what is the same on every rank, as a function's name is not."""
+    if getattr(policy, _OVERRIDE, None) is None:
+        return policy
+    return dataclasses.replace(policy, **{_OVERRIDE: None})
 
 
 def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:

@@ -61,6 +61,9 @@ class Schedule:
         self._ready: set[int] = set()
         self._reducing: list[ParamGroup] = []  # over the ranks that shard
         self._replicating: list[ParamGroup] = []  # then over those that repeat
+        # Whether the caller ends the backwards that ran since the last end; None: none ran.
+        self.manual: bool | None = None
+        self.awaited: object | None = None  # a handle that somebody has to wait for
 
     def add(self, unit: "Unit") -> int:
         """Take ``unit`` in and return its index."""
@@ -89,6 +92,11 @@ class Schedule:
                 self._start_iteration(unit)
         self._depth += 1
         self._began.append(len(self._ended))
+        if self.awaited is not None and not self._in_backward:
+            raise RuntimeError(
+                "a forward began before the gradients of finalize_backward(async_op=True) were "
+                "waited for; call wait() of its handle first."
+            )
         if not self._in_backward:
             self._forward_order.append(unit.index)
             if unit.index not in self._reduce_order:
@@ -168,6 +176,8 @@ class Schedule:
         """Note that backward reached ``unit``; the first call waits for the end of the pass."""
         if not self._in_backward:
             self._in_backward = True
+            if self.manual is None:
+                self.manual = any(unit.manual_finalization for unit in self._live())
             self._backward_order, self._backward_began = [], []
             for ended in self._ended_orders.values():
                 first = len(self._backward_order) + 1
@@ -307,8 +317,10 @@ class Schedule:
         for unit in self._live():  # an owner that never ran itself, only its borrowers
             if unit.has_gradients or self._expects(unit.index):
                 self._reduce(unit.index)
-        if all(unit.is_last_backward for unit in self._live()):
-            self.finish_reductions()
+        if not self.manual:
+            self.manual = None
+            if all(unit.is_last_backward for unit in self._live()):
+                self.finish_reductions()
         waiting = set().union(*(a for e, a in self._armed.items() if e not in self._reached))
         self._ready.clear()
         self._reached.clear()
@@ -325,13 +337,36 @@ class Schedule:
                 "gradients cannot be reduced by hand inside of a forward or backward; call "
                 "reduce_gradients() after it, or reset_iter_state() if it raised."
             )
+        self._start_all(units)
+        self.finish_reductions()
+
+    def _start_all(self, units: "list[Unit]", *, due: bool = False) -> None:
+        """Start the reductions of ``units`` that ever ran, with ``due`` only of those that wait."""
         ran = [unit for unit in units if unit.index in self._reduce_order]
         ran.sort(key=lambda unit: -self._reduce_order.index(unit.index))
         for unit in [*ran, *(unit for unit in units if unit.lends and unit not in ran)]:
             for group in unit.groups:
-                if group.trainable:
+                waits = group.has_gradients and group.reduce_options.sync
+                if group.trainable and (waits or not due):
                     self._start(group)
-        self.finish_reductions()
+
+    def finalize(self) -> None:
+        """Start what backwards left to reduce, and shard what is sharded after a backward."""
+        if self.awaited is not None:
+            raise RuntimeError(
+                "the gradients of the last finalize_backward(async_op=True) were not waited for; "
+                "call wait() of its handle first."
+            )
+        if self._in_backward or self._depth or current_backward() != -1:
+            raise RuntimeError(
+                "finalize_backward() was called inside of a forward or backward; call it after, "
+                "or reset_iter_state() if that raised."
+            )
+        units = self._live()
+        self._start_all(units, due=True)
+        for unit in units:
+            unit.leave_backward(reshard=True)
+        self.manual = None
 
     def finish_reductions(self) -> None:
         """Wait for the reductions under way and hand their results over."""
@@ -363,6 +398,8 @@ class Schedule:
         self._spent.clear()
         self._reached.clear()
         self._ready.clear()
+        if drop_gradients:
+            self.manual = self.awaited = None
         units = self._live()
         mine = {id(group) for unit in units for group in unit.groups}
         for under_way in (self._reducing, self._replicating):

@@ -48,6 +48,7 @@ class ShardedGroup:
         self.reduce_dtype = policy.reduce_dtype or self.param_dtype
         self.keep_over: int | None = None  # on how many ranks a copy stays cut after forward
         self.lent = False  # whether another unit's module uses one of the parameters
+        self.keep_storage = False  # whether full parameters keep their memory for good
         self.reduce_options = ReduceOptions()
         self.comm = CommOptions()
         self.plan = self._make_plan()

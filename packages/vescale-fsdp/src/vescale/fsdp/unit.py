@@ -70,6 +70,7 @@ class Unit:
         self.unshard_in_backward = True
         self._unwatched = False  # whether a forward ran where others watch what is saved
         self.is_last_backward = True
+        self.manual_finalization = False  # whether the caller ends backwards; of a root
         self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
