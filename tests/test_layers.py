@@ -61,6 +61,8 @@ PURE = (
     f"{FSDP}/shard_search.py",
     f"{FSDP}/validate.py",
     f"{FSDP}/granularity.py",
+    f"{FSDP}/presets.py",
+    f"{FSDP}/tiles.py",
     f"{FSDP}/optim/roots.py",
 )
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))

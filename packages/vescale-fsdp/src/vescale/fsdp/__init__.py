@@ -23,6 +23,7 @@ from vescale.fsdp.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from vescale.fsdp.presets import granularity_for
 from vescale.fsdp.reduce_settings import no_sync
 from vescale.fsdp.sharing import share_comm_ctx
 
@@ -42,6 +43,7 @@ __all__ = [
     "Whole",
     "clip_grad_norm_",
     "fully_shard",
+    "granularity_for",
     "init_empty",
     "iter_full_parameters",
     "load_full_state_dict",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Muon refuses, and how it names a parameter when it does."""
+"""What the optimizers refuse, and how it names a parameter when it does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -48,6 +48,11 @@ def check_params(group: Mapping[str, Any], group_index: int) -> None:
         if param.is_complex():
             raise ValueError(f"{label} is complex ({param.dtype}), expected a real dtype.")
         read_cut(param, label)  # raises for placements that Muon does not know
+    check_once(group, group_index)
+
+
+def check_once(group: Mapping[str, Any], group_index: int) -> None:
+    """Raise where a group lists a parameter twice."""
     if len(set(group["params"])) < len(group["params"]):
         raise ValueError(
             f"group {group_index} lists a parameter twice; it would be updated twice in each step."

@@ -19,9 +19,10 @@ class Cut:
 
     ``runs`` are pairs ``(numel, ranks)``: so many elements on each of the next ``ranks`` ranks.
     ``device`` is where ``group`` communicates: the shard's own device, or the accelerator when the
-    shard is offloaded to the CPU.
+    shard is offloaded to the CPU. ``axis`` is the mesh axis that the group is of.
     """
 
+    axis: int
     group: dist.ProcessGroup
     runs: Runs
     device: torch.device
@@ -53,7 +54,7 @@ def read_cut(param: torch.Tensor, label: str) -> Cut | None:
             "expected RaggedShard or Shard(0) on one mesh axis and Replicate on the others. "
             "Redistribute the parameter, or leave it to another optimizer."
         )
-    return Cut(mesh.get_group(axes[0]), runs, _group_device(param))
+    return Cut(axes[0], mesh.get_group(axes[0]), runs, _group_device(param))
 
 
 def _runs(placement, shape: torch.Size, world_size: int) -> Runs | None:

@@ -30,6 +30,7 @@ from vescale.fsdp.optim.newton_schulz import (
     Coefficients,
     newton_schulz,
 )
+from vescale.fsdp.optim.restoring import load_uncast
 from vescale.fsdp.optim.roots import Matrix, Piece, RootPlan, plan_roots
 from vescale.fsdp.optim.update import add_as_whole, narrow, scales
 
@@ -168,28 +169,12 @@ class Muon(Optimizer):
 
         Raises ValueError when a saved buffer has another shape or placement than its parameter.
         """
-        saved = {}
 
-        def remember(_, final_state_dict):  # registered last: sees what other hooks made of it
-            saved.update(final_state_dict)
+        def restore(param: torch.Tensor, saved: dict[str, Any]) -> None:
+            if BUFFER in saved:
+                self.state[param][BUFFER] = saved[BUFFER].to(device=param.device)
 
-        def restore(_):
-            ids = (i for group in saved["param_groups"] for i in group["params"])
-            params = (p for group in self.param_groups for p in group["params"])
-            for saved_id, param in zip(ids, params, strict=True):
-                value = saved["state"].get(saved_id, {}).get(BUFFER)
-                if value is not None:
-                    self.state[param][BUFFER] = value.to(device=param.device)
-
-        hooks = (
-            self.register_load_state_dict_pre_hook(remember),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        load_uncast(self, state_dict, restore)
         for index, group in enumerate(self.param_groups):
             for i, param in enumerate(group["params"]):
                 check_same_layout(self._momentum(param), BUFFER, group, index, i)
