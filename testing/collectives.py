@@ -55,6 +55,10 @@ def _sent_nbytes(name: str, args: tuple) -> int:
         case "reduce_scatter_base" | "reduce_scatter_tensor":
             source = args[1] if name == "reduce_scatter_base" else args[0]
             return round(source.nbytes * share)
+        case "allgather_into_tensor_coalesced":
+            return sum(source.nbytes for source in args[1]) * (world_size - 1)
+        case "reduce_scatter_tensor_coalesced":
+            return round(sum(source.nbytes for source in args[1]) * share)
         case "broadcast":
             source = args[0][0] if isinstance(args[0], list | tuple) else args[0]
             return source.nbytes * (world_size - 1) if args[2] == rank else 0

@@ -56,6 +56,7 @@ PURE = (
     f"{FSDP}/lanes.py",
     f"{FSDP}/lane_search.py",
     f"{FSDP}/padding_cause.py",
+    f"{FSDP}/slices.py",
     f"{FSDP}/packing.py",
     f"{FSDP}/packing_exact.py",
     f"{FSDP}/shard_search.py",

@@ -81,8 +81,9 @@ class Program(RuleBasedStateMachine):
         wrapped=st.sets(st.sampled_from(range(LAYERS))),
         together=st.booleans(),
         head=st.booleans(),
+        lanes=st.sampled_from(["auto", 2, 3]),
     )
-    def build(self, shape, reshard, granularity, tied, recompute, wrapped, together, head):
+    def build(self, shape, reshard, granularity, tied, recompute, wrapped, together, head, lanes):
         shape = list(self.meshes)[shape % len(self.meshes)]
         mesh, shards = self.meshes[shape], shape[1] if shape else self.world_size
         if reshard == "some":
@@ -96,6 +97,7 @@ class Program(RuleBasedStateMachine):
             for layer in model.layers:
                 skippable(layer)
         options = {"mesh": mesh, "reshard_after_forward": reshard, "granularity": granularity}
+        options["lanes"] = lanes
         layers = [self.model.layers[index] for index in sorted(wrapped)]
         if together and layers:
             fully_shard(layers, **options)

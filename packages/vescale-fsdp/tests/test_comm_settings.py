@@ -138,6 +138,7 @@ def check_custom_with_everything_else(rank, world_size):
     for options in (
         {"mp_policy": policy},
         {"reshard_after_forward": world_size if world_size > 1 else True},
+        {"lanes": 2},
     ):
         plain, custom = wrapped(**options), wrapped(**options)
         customise(custom, persistent=True)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from testing.ranks import DEVICE
 from vescale.fsdp.dbuffer import DBuffer
+from vescale.fsdp.lanes import plan_lanes
 from vescale.fsdp.planner import Request, plan
 
 REQUESTS = [Request("a", 12, 4), Request("b", 5), Request("empty", 0), Request("whole", 7, 7)]
@@ -23,8 +24,8 @@ def fill(buffer):
         )
 
 
-def check_gather(rank, world_size):
-    p = plan(REQUESTS, world_size, align=4)
+def check_gather(rank, world_size, lanes):
+    p = plan_lanes(REQUESTS, world_size, align=4, lanes=lanes)
     for dtype, full_dtype in ((torch.float32, None), (torch.float32, torch.bfloat16)):
         buffer = DBuffer(
             p, dist.group.WORLD, dtype=dtype, device=torch.device(DEVICE), full_dtype=full_dtype
@@ -44,6 +45,8 @@ def check_gather(rank, world_size):
             version = view._version
             buffer.free_full()
             assert view.untyped_storage().nbytes() == 0
+            if world_size == 1:  # else the collective may still hold some
+                assert buffer.full_views() == 1, "the view, and not what the buffer keeps itself"
         buffer.all_gather()
         buffer.wait_gather()
         # A view that was taken before is valid again, and autograd sees no modification.
@@ -57,8 +60,8 @@ def reduce(buffer):
         work.wait()
 
 
-def check_reduce(rank, world_size):
-    p = plan(REQUESTS, world_size, align=4)
+def check_reduce(rank, world_size, lanes):
+    p = plan_lanes(REQUESTS, world_size, align=4, lanes=lanes)
     buffer = DBuffer(p, dist.group.WORLD, dtype=torch.float32, device=torch.device(DEVICE))
     buffer.allocate_full().zero_()
     for index, request in enumerate(REQUESTS):
@@ -71,9 +74,9 @@ def check_reduce(rank, world_size):
         torch.testing.assert_close(buffer.shard_views(buffer.shard)[index], expected)
 
 
-def check_pieces(rank, world_size):
+def check_pieces(rank, world_size, lanes):
     """A tail behind every part travels along, and no tensor reaches into it."""
-    p = plan(REQUESTS, world_size, align=4)
+    p = plan_lanes(REQUESTS, world_size, align=4, lanes=lanes)
     device = torch.device(DEVICE)
     buffer = DBuffer(p, dist.group.WORLD, dtype=torch.float32, device=device, tail=3)
     buffer.allocate_full().fill_(-1)
@@ -109,9 +112,10 @@ def check_mismatch(rank, world_size):
 
 
 def check_all(rank, world_size):
-    check_gather(rank, world_size)
-    check_reduce(rank, world_size)
-    check_pieces(rank, world_size)
+    for lanes in (1, 2, 3):
+        check_gather(rank, world_size, lanes)
+        check_reduce(rank, world_size, lanes)
+        check_pieces(rank, world_size, lanes)
     check_mismatch(rank, world_size)
 
 

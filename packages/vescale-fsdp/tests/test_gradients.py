@@ -5,13 +5,14 @@ import torch.distributed as dist
 
 from testing.ranks import DEVICE
 from vescale.fsdp.gradients import GradientBuffer
+from vescale.fsdp.lanes import plan_lanes
 from vescale.fsdp.planner import Request, plan
 
 REQUESTS = [Request("a", 6, 3), Request("b", 5), Request("c", 4, 4), Request("d", 3)]
 
 
-def check_reduction(rank, world_size, dtype):
-    p = plan(REQUESTS, world_size, align=4)
+def check_reduction(rank, world_size, dtype, lanes):
+    p = plan_lanes(REQUESTS, world_size, align=4, lanes=lanes)
     buffer = GradientBuffer(p, dist.group.WORLD, dtype=dtype, device=torch.device(DEVICE))
     # a: used by all; b: by rank 0 alone, twice; c: by nobody; d: used, but the gradient is zero
     buffer.write(0, torch.full((2, 3), rank + 1.0, device=DEVICE))
@@ -38,7 +39,8 @@ def check_reduction(rank, world_size, dtype):
 
 def check_all(rank, world_size):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        check_reduction(rank, world_size, dtype)
+        for lanes in (1, 2, 3):
+            check_reduction(rank, world_size, dtype, lanes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

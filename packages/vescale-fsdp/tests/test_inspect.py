@@ -14,6 +14,7 @@ from torch import nn
 
 from testing.ranks import DEVICE
 from vescale.fsdp import MixedPrecisionPolicy, Rows, fully_shard, inspect
+from vescale.fsdp.lanes import plan_lanes
 from vescale.fsdp.planner import Plan, Request, plan
 
 BLOCK = {"norm.weight": (64,), "up.weight": (96, 64), "down.weight": (64, 96)}
@@ -146,10 +147,11 @@ def test_pictures_are_drawn_for_any_world(tmp_path_factory, world_size, rows):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_pictures_of_nothing_and_of_mixed_meshes_are_drawn(tmp_path):
+def test_pictures_of_nothing_of_mixed_meshes_and_of_lanes_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     mixed = [make_group("a", BLOCK, 2), make_group("experts", BLOCK, 3, trainable=False)]
-    for name, groups in (("none.svg", []), ("mixed.svg", mixed)):
+    lanes = Group("", plan_lanes(mixed[0].plan.requests, 3, align=4, lanes=2))
+    for name, groups in (("none.svg", []), ("mixed.svg", mixed), ("lanes.svg", [lanes])):
         inspect.plot(inspect.layout_of_groups(groups), tmp_path / name)
         assert "<svg" in (tmp_path / name).read_text()
 

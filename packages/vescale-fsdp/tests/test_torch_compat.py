@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
+from testing.collectives import CountCollectives
 from testing.ranks import DEVICE
 from vescale.fsdp import _torch_compat as compat
 
@@ -93,6 +94,29 @@ def check_backend(rank, world_size):
     assert compat.averages(group, device) == (DEVICE == "cuda")
     assert not compat.is_fake(group, device)
     assert compat.is_gloo(group, device) == (DEVICE == "cpu")
+
+
+def check_coalescing(rank, world_size):
+    """Gathers inside are one launch, and so are reductions; ``wait`` is for all of them."""
+    options = {"dtype": torch.bfloat16, "device": DEVICE}
+    full = [torch.zeros(world_size * n, **options) for n in (3, 8)]
+    shards = [torch.full((n,), rank + 1.0, **options) for n in (3, 8)]
+    with CountCollectives() as count:
+        with compat.coalescing(dist.group.WORLD) as work:
+            for output, source in zip(full, shards, strict=True):
+                compat.all_gather_flat(output, source, async_op=True)
+        work.wait()
+        assert [f.view(world_size, -1)[:, 0].tolist() for f in full] == [[1.0, 2.0, 3.0]] * 2
+        with compat.coalescing(dist.group.WORLD) as work:
+            for output, source in zip(shards, full, strict=True):
+                compat.reduce_scatter_flat(output, source, async_op=True)
+        work.wait()
+    assert [s.tolist() for s in shards] == [[world_size * (rank + 1.0)] * n for n in (3, 8)]
+    assert count.total == 2
+
+
+def test_coalesced_collectives_are_one_launch(run_ranks):
+    run_ranks(check_coalescing, 3)
 
 
 def test_the_backend_of_a_group_is_known(run_ranks):

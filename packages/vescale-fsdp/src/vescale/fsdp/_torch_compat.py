@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -94,6 +95,14 @@ def backend_allocator(
     on ``device`` for its collectives, None where it has none."""
     backend = group._get_backend(device)
     return backend.allocate_tensor if backend.supports_tensor_alloc(device) else None
+
+
+def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+    """Make the flat collectives of one kind that are called inside as one launch of the backend.
+
+    Yields what to wait for afterwards, by its ``wait()``.
+    """
+    return dist._coalescing_manager(group, async_ops=True)
 
 
 def is_fake(group: dist.ProcessGroup, device: torch.device) -> bool:

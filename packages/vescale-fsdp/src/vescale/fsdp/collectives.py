@@ -5,12 +5,13 @@ A ``Collectives`` is what a buffer asks; other ways of communicating are subclas
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp._torch_compat import all_gather_flat, reduce_scatter_flat
+from vescale.fsdp._torch_compat import all_gather_flat, coalescing, reduce_scatter_flat
 
 
 class Pending(Protocol):
@@ -45,3 +46,54 @@ class Collectives:
     ) -> Pending | None:
         """Reduce ``source`` [N * S] over the ranks, and keep this rank's part in ``output`` [S]."""
         return reduce_scatter_flat(output, source, op=op, group=self.group, async_op=True)
+
+    # --- several at once --------------------------------------------------------------------
+
+    def gather_lanes(
+        self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> Pending | None:
+        """Gather each of ``sources`` into the one of ``outputs``, as ``all_gather`` does."""
+        if len(outputs) == 1:
+            return self.all_gather(outputs[0], sources[0])
+        return self._launch(
+            [
+                lambda output=output, source=source: self.all_gather(output, source)
+                for output, source in zip(outputs, sources, strict=True)
+            ]
+        )
+
+    def reduce_lanes(
+        self,
+        outputs: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        op: dist.ReduceOp.RedOpType,
+    ) -> Pending | None:
+        """Reduce each of ``sources`` into the one of ``outputs``, as ``reduce_scatter`` does."""
+        if len(outputs) == 1:
+            return self.reduce_scatter(outputs[0], sources[0], op)
+        return self._launch(
+            [
+                lambda output=output, source=source: self.reduce_scatter(output, source, op)
+                for output, source in zip(outputs, sources, strict=True)
+            ]
+        )
+
+    def _launch(self, calls: Sequence[Callable[[], Pending | None]]) -> Pending | None:
+        """Make collectives of one kind as one launch of the backend."""
+        with coalescing(self.group) as work:
+            for call in calls:
+                call()
+        return work
+
+
+class Several:
+    """Waits for all of ``works``, in order."""
+
+    def __init__(self, works: Sequence[Pending | None]) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
+        self._works = []

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp.collectives import Collectives, Pending
+from vescale.fsdp.collectives import Collectives, Pending, Several
 
 
 class Comm(Protocol):
@@ -55,6 +55,9 @@ class CustomGather(Collectives):
         copy = _on_the_way[id(self._comm)] = _Then(work, lambda: output.copy_(target), self._comm)
         return copy
 
+    def _launch(self, calls: Sequence[Callable[[], Pending | None]]) -> Pending:
+        return _one_by_one(calls, in_place=self._in_place)
+
 
 class CustomReduce(Collectives):
     """Reduce with ``comm``, which is called as FSDP2 calls it.
@@ -80,6 +83,19 @@ class CustomReduce(Collectives):
             output_tensor=result, input_tensor=sent, group=self.group, op=op, async_op=True
         )
         return work if self._in_place else _Then(work, lambda: output.copy_(result), sent)
+
+    def _launch(self, calls: Sequence[Callable[[], Pending | None]]) -> Pending:
+        return _one_by_one(calls, in_place=self._in_place)
+
+
+def _one_by_one(calls: Sequence[Callable[[], Pending | None]], *, in_place: bool) -> Pending:
+    """Call the user's function for each lane; memory that it allocates may be that of the last."""
+    works = []
+    for call in calls:
+        if works and works[-1] is not None and not in_place:
+            works[-1].wait()
+        works.append(call())
+    return Several(works[-1:] if not in_place else works)
 
 
 class GroupMemory:

@@ -5,8 +5,9 @@ With S = ``plan.shard_numel`` and N the number of ranks, in elements: a rank's `
 the ``full`` buffer is [N * S] and rank ``i`` owns ``full[i * S : (i + 1) * S]``. Every tensor of
 the plan is one interval of ``full``, so a gathered tensor is a view of it and costs no copy.
 
-A buffer may have a ``tail`` of T elements behind each rank's part, to carry what is no tensor: then
-S + T takes the place of S above, and a tensor that lies on several ranks is a few ``pieces``.
+The plan may have lanes: then both are cut in as many parts, and the above holds in each. A buffer
+may also have a ``tail`` of T elements in each shard, to carry what is no tensor, and a tensor that
+lies on several ranks may then be a few ``pieces``. ``slices`` has the numbers.
 """
 
 from contextlib import nullcontext
@@ -17,8 +18,9 @@ from torch.autograd.graph import increment_version
 
 from vescale.fsdp._torch_compat import set_version, storage_references
 from vescale.fsdp.collectives import Collectives, Pending
+from vescale.fsdp.lanes import AnyPlan
 from vescale.fsdp.offload import HostCopies
-from vescale.fsdp.planner import Plan
+from vescale.fsdp.slices import Slices
 
 
 class DBuffer:
@@ -35,7 +37,7 @@ class DBuffer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         group: dist.ProcessGroup | None,
         *,
         dtype: torch.dtype,
@@ -55,9 +57,11 @@ class DBuffer:
         self.collectives = collectives or Collectives(group)
         self.dtype, self.full_dtype, self.device = dtype, full_dtype or dtype, device
         self.copies = copies
-        self.slice_numel = plan.shard_numel + tail
+        self.slices = Slices(plan, tail)
         self.shard: torch.Tensor | None = None
         self._full: torch.Tensor | None = None
+        self._full_lanes: list[torch.Tensor] = []  # views of it
+        self._slots: list[torch.Tensor] | None = None  # this rank's parts of these
         self._cuts: tuple[list[int], list[int]] | None = None
         self._gathering: tuple[Pending | None, int | None] | None = None
         self._kept: tuple[torch.Tensor, Collectives] | None = None
@@ -80,9 +84,9 @@ class DBuffer:
     def allocate_shard(self) -> torch.Tensor:
         """Give the shard memory, filled with zeros so that padding is defined, and return it."""
         if self.copies is not None:
-            self.shard = self.copies.allocate(self.slice_numel, self.dtype).zero_()
+            self.shard = self.copies.allocate(self.slices.shard_numel, self.dtype).zero_()
         else:
-            self.shard = torch.zeros(self.slice_numel, dtype=self.dtype, device=self.device)
+            self.shard = torch.zeros(self.slices.shard_numel, dtype=self.dtype, device=self.device)
         return self.shard
 
     def allocate_full(self) -> torch.Tensor:
@@ -91,10 +95,9 @@ class DBuffer:
             # Not an inference tensor, also under torch.inference_mode: training may follow.
             with torch.inference_mode(False):
                 self._full = torch.empty(
-                    self.slice_numel * self.plan.world_size,
-                    dtype=self.full_dtype,
-                    device=self.device,
+                    self.slices.full_numel, dtype=self.full_dtype, device=self.device
                 )
+                self._full_lanes = self._lanes_of(self._full, 2)
             self._references = storage_references(self._full)
         elif not self.has_full:
             self._full.untyped_storage().resize_(self._full.nbytes)
@@ -125,13 +128,9 @@ class DBuffer:
         """Forget what ``keep`` left."""
         self._kept = None
 
-    def slot(self) -> torch.Tensor:
-        """Return this rank's part of the full buffer: [S], a view."""
-        return self.full.narrow(0, self.rank * self.slice_numel, self.slice_numel)
-
     def view(self, index: int) -> torch.Tensor:
         """Return tensor ``index``, flat [numel], as a view of the full buffer without a tail."""
-        if self.slice_numel != self.plan.shard_numel:
+        if self.slices.tail:
             raise RuntimeError("tensors of a buffer with a tail are no single view; use pieces().")
         request = self.plan.requests[index]
         return self.full.narrow(0, self.plan.offsets[index], request.numel)
@@ -139,28 +138,20 @@ class DBuffer:
     def pieces(self, start: int, numel: int) -> list[torch.Tensor]:
         """Return views of the full buffer that cover [start, start + numel) of the plan, in order.
 
-        At most three: the end of one rank's part [n], whole parts [ranks, S], the begin of the
-        last one [n].
+        At most three, [n] or [ranks, n]; see ``Slices.pieces``.
         """
-        size = self.plan.shard_numel
-        views, end = [], start + numel
-        while start < end:
-            rank, inside = divmod(start, size)
-            whole = (end - start) // size if inside == 0 else 0
-            at = rank * self.slice_numel + inside
-            if whole:
-                views.append(self.full.as_strided((whole, size), (self.slice_numel, 1), at))
-                start += whole * size
-            else:
-                length = min(end - start, size - inside)
-                views.append(self.full.narrow(0, at, length))
-                start += length
-        return views
+        return [
+            self.full.narrow(0, piece.start, piece.numel)
+            if piece.rows == 1
+            else self.full.as_strided((piece.rows, piece.numel), (piece.stride, 1), piece.start)
+            for piece in self.slices.pieces(start, numel)
+        ]
 
     def tails(self) -> torch.Tensor:
-        """Return what lies behind every rank's part of the full buffer: [N, T], a view."""
-        parts = self.full.view(self.plan.world_size, self.slice_numel)
-        return parts[:, self.plan.shard_numel :]
+        """Return what lies behind every rank's part of the last lane: [N, T], a view."""
+        _, numel, start, length = self.slices.lanes[-1]
+        parts = self.full.narrow(0, start, length).view(self.plan.world_size, numel)
+        return parts[:, numel - self.slices.tail :]
 
     def shard_views(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return this rank's part of every tensor, flat, as views of ``shard`` [S + T].
@@ -168,22 +159,7 @@ class DBuffer:
         ``shard`` is the buffer's own or another of the same layout. One operator for all.
         """
         if self._cuts is None:
-            ranges = [
-                self.plan.local_range(index, self.rank)[1:]
-                for index in range(len(self.plan.requests))
-            ]
-            order = sorted(range(len(ranges)), key=ranges.__getitem__)
-            sizes, place, end = [], [0] * len(ranges), 0
-            for index in order:
-                start, numel = ranges[index]
-                if start > end:
-                    sizes.append(start - end)
-                place[index] = len(sizes)
-                sizes.append(numel)
-                end = max(end, start + numel)
-            if self.slice_numel > end or not sizes:
-                sizes.append(self.slice_numel - end)
-            self._cuts = sizes, place
+            self._cuts = self.slices.cuts(self.rank)
         sizes, place = self._cuts
         parts = shard.split(sizes)
         return [parts[at] for at in place]
@@ -196,7 +172,9 @@ class DBuffer:
         return storage_references(self._full) - self._references
 
     def all_gather(self, *, modified: bool = False) -> None:
-        """Launch the gather of all shards into the full buffer: one collective, no copy around it.
+        """Launch the gather of all shards into the full buffer, without a copy around it.
+
+        One collective, or one for each lane in one launch.
 
         The backend reads the shard and writes where the tensors are used. Where the dtypes differ,
         the shard is cast once, straight into this rank's slot. What ``keep`` left is gathered
@@ -212,22 +190,34 @@ class DBuffer:
         elif full.numel():
             inward = self.copies.inward() if self.copies is not None else nullcontext()
             with torch.no_grad(), inward:
-                source = self._source()
+                sources = self._sources()
                 if self.plan.world_size > 1:
-                    work = self.collectives.all_gather(full, source)
+                    work = self.collectives.gather_lanes(self._full_lanes, sources)
         self._gathering = work, version
 
-    def _source(self) -> torch.Tensor:
-        """Return this rank's part to gather from: the shard, or the slot that it was copied to."""
+    def _sources(self) -> list[torch.Tensor]:
+        """Return this rank's part of each lane to gather from: of the shard, or of the full buffer
+        after it has been copied there."""
+        parts = self._lanes_of(self.shard, 0)
         same = self.full_dtype == self.dtype and self.copies is None
         if same and self.plan.world_size > 1:
-            return self.shard
-        slot = self.slot()
-        if self.copies is None:
-            slot.copy_(self.shard)
-        else:
-            self._brought = self.copies.to_device(slot, self.shard)
-        return slot
+            return parts
+        if self._slots is None:
+            known = storage_references(self._full)
+            self._slots = [self._full.narrow(0, *slot) for slot in self.slices.slots(self.rank)]
+            self._references += storage_references(self._full) - known
+        for slot, part in zip(self._slots, parts, strict=True):
+            if self.copies is None:
+                slot.copy_(part)
+            else:
+                self._brought = self.copies.to_device(slot, part)
+        return self._slots
+
+    def _lanes_of(self, flat: torch.Tensor, first: int) -> list[torch.Tensor]:
+        """Return the lanes of a shard (``first`` 0) or full buffer (2): views, or itself if one."""
+        if len(self.slices.lanes) == 1:
+            return [flat]
+        return [flat.narrow(0, *lane[first : first + 2]) for lane in self.slices.lanes]
 
     def settle(self) -> None:
         """Have the host wait until its shard has been read, so that it may be written."""
@@ -254,27 +244,12 @@ class DBuffer:
     def reduce_scatter(self, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending | None:
         """Launch the reduction of the full buffer over the ranks into a new ``shard`` [S + T].
 
-        One collective. The full buffer must keep its memory, and the shard has no contents, until
-        the returned work, if any, has been waited for.
+        One collective, or one for each lane in one launch. The full buffer must keep its memory,
+        and the shard has no contents, until the returned work, if any, has been waited for.
         """
-        self.shard = self.full.new_empty(self.slice_numel)
+        self.shard = self.full.new_empty(self.slices.shard_numel)
         if self.plan.world_size == 1:
             self.shard.copy_(self.full)
-        if self.plan.world_size == 1 or not self.slice_numel:
+        if self.plan.world_size == 1 or not self.slices.shard_numel:
             return None
-        return self.collectives.reduce_scatter(self.shard, self.full, op)
-
-    def gaps(self) -> list[tuple[int, int]]:
-        """Return the padding of the full buffer as (start, numel), in order."""
-        plan = self.plan
-        used = sorted((o, r.numel) for o, r in zip(plan.offsets, plan.requests, strict=True))
-        gaps, end = [], 0
-        for offset, numel in used:
-            if not numel:
-                continue
-            if offset > end:
-                gaps.append((end, offset - end))
-            end = offset + numel
-        if plan.buffer_numel > end:
-            gaps.append((end, plan.buffer_numel - end))
-        return gaps
+        return self.collectives.reduce_lanes(self._lanes_of(self.shard, 0), self._full_lanes, op)

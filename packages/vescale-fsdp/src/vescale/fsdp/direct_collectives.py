@@ -7,11 +7,12 @@ the one that needs it, and straight into its place.
 """
 
 import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from vescale.fsdp.collectives import Collectives, Pending
+from vescale.fsdp.collectives import Collectives, Pending, Several
 
 # Apart from tags that users choose. Messages of one tag between two ranks arrive in order.
 GATHER_TAG = 0x7653_6761
@@ -42,6 +43,9 @@ class DirectCollectives(Collectives):
         if op != dist.ReduceOp.SUM:
             return super().reduce_scatter(output, source, op)
         return _SumOfParts(self.group, output, source)
+
+    def _launch(self, calls: Sequence[Callable[[], Pending | None]]) -> Pending:
+        return Several([call() for call in calls])
 
 
 class _Gather:

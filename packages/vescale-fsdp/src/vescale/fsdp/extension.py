@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec, set_local
 from vescale.fsdp._torch_compat import set_version
 from vescale.fsdp.dbuffer import DBuffer
+from vescale.fsdp.lanes import LanePlan
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, SLICE_ALIGN_BYTES
 from vescale.fsdp.offload import check_home, host_copies
 from vescale.fsdp.packed import Packing
@@ -72,14 +73,14 @@ class ExtensionGroup(ParamGroup):
         self._inner: tuple[torch.Tensor, ...] = ()
         self._modified = False
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self) -> LanePlan:
         item, size = self.managed[0], self.data.shards
         rows = item.block[0]
         chunk = -(-rows // size) * math.prod(item.block[1:])
         # Where the rows allow it, every part starts on a multiple of 16 bytes.
         align = math.gcd(SLICE_ALIGN_BYTES // self.narrowest_dtype().itemsize, chunk) or 1
         request = Request(item.fqn, item.block.numel(), max(chunk, 1))
-        return Plan((request,), (0,), chunk, size, align)
+        return LanePlan.of(Plan((request,), (0,), chunk, size, align))
 
     # --- the sharded form -------------------------------------------------------------------
 

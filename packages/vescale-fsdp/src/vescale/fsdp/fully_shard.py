@@ -2,7 +2,7 @@
 """The entry point: shard a module's parameters and gather them around its forward."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from vescale.fsdp.early_optimizers import note_wrap
 from vescale.fsdp.extension import ExtensionGroup, has_extension
 from vescale.fsdp.forward_methods import register_fsdp_forward_method
 from vescale.fsdp.granularity import Granularity
+from vescale.fsdp.lanes import check_lanes
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.module import FSDPModule, run_gathered
 from vescale.fsdp.offload import check_offload
@@ -71,6 +72,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = None,
+    lanes: int | Literal["auto"] = "auto",
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters over ``mesh``, in place, and return it.
 
@@ -111,6 +113,9 @@ def fully_shard(
       ``Rows(1)``, ``Block(2, 1)`` for more than two dims (the rows of fused experts), and
       ``Elements()`` for fewer. Names are relative to ``module``; in a list of several they begin
       with the module's place in it, as "1.weight".
+    - ``lanes``: how many buffers, gathered and reduced in one launch, share the parameters of one
+      dtype, so that one with long rows does not force padding on all others. "auto": up to 3, where
+      that saves more than a further collective costs; 1: one buffer; 2 or 3: so many.
 
     Returns what was passed. Afterwards ``module``'s class is ``FSDP<its class>``, a subclass of it
     and of ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views
@@ -130,6 +135,7 @@ def fully_shard(
     check_ignored(ignored_params)
     check_dims(dp_mesh_dims)
     check_placement_fn(shard_placement_fn)
+    check_lanes(lanes)
     mesh = check_mesh(mesh, modules)
     data = data_mesh_of(mesh, dp_mesh_dims)
     reshard = reshard_over(reshard_after_forward, data.shards)
@@ -151,14 +157,14 @@ def fully_shard(
             reshard_over(reshard_after_forward, items[0].data.shards)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
-    policies = f"{without_override(mp_policy)}, {offload_policy}"
-    described = describe(modules, data, policies, reshard, found)
+    options = f"{without_override(mp_policy)}, {offload_policy}, lanes={lanes!r}"
+    described = describe(modules, data, options, reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)
     others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
     agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
     groups = [
         (ExtensionGroup if has_extension(items[0].original) else ParamGroup)(
-            items, items[0].data, device, items[0].policy, offload_policy
+            items, items[0].data, device, items[0].policy, offload_policy, lanes
         )
         for items in found
     ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from vescale.fsdp.collectives import Collectives, Pending
 from vescale.fsdp.dbuffer import DBuffer
-from vescale.fsdp.planner import Plan
+from vescale.fsdp.lanes import AnyPlan
 
 
 class GradientBuffer:
@@ -19,7 +19,7 @@ class GradientBuffer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         group: dist.ProcessGroup | None,
         *,
         dtype: torch.dtype,
@@ -72,7 +72,7 @@ class GradientBuffer:
                 buffer.pieces(offset, request.numel)
                 for offset, request in zip(plan.offsets, plan.requests, strict=True)
             ]
-            self._padding = [p for gap in buffer.gaps() for p in buffer.pieces(*gap)]
+            self._padding = [p for gap in buffer.slices.gaps() for p in buffer.pieces(*gap)]
 
     def start(self, *, average: bool = False, scale: float = 1.0) -> None:
         """Launch the reduction over the ranks: the sum, or the ``average``, of all tensors.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vescale.fsdp.planner import Plan
+from vescale.fsdp.lanes import AnyPlan
 
 FORMS = "elements, rows, rows:N, block:DIMS:N, whole"
 
@@ -179,7 +179,7 @@ def parse_granularity(text: str) -> Granularity:
     return maker(*map(int, fields))
 
 
-def unit_runs(plan: Plan, index: int, unit_numel: int) -> tuple[tuple[int, int], ...]:
+def unit_runs(plan: AnyPlan, index: int, unit_numel: int) -> tuple[tuple[int, int], ...]:
     """Return the RaggedShard ``runs`` of tensor ``index``: units per rank over their gcd.
 
     At most five pairs ``(units, ranks)`` with a positive sum of units; an empty tensor gets one

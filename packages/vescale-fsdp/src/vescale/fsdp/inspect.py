@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from vescale.fsdp.planner import Plan
+from vescale.fsdp.lanes import AnyPlan
 
 __all__ = ["GroupLayout", "Layout", "TensorLayout", "layout", "layout_of_groups", "plot"]
 
@@ -26,7 +26,7 @@ class Group(Protocol):
     """What a layout needs to know of a parameter group."""
 
     name: str
-    plan: Plan
+    plan: AnyPlan
     dtype: torch.dtype
     param_dtype: torch.dtype | None
     trainable: bool
@@ -73,7 +73,7 @@ class GroupLayout:
     dtype: torch.dtype
     param_dtype: torch.dtype
     trainable: bool
-    plan: Plan
+    plan: AnyPlan
     tensors: tuple[TensorLayout, ...]
 
     @property
@@ -89,7 +89,7 @@ class GroupLayout:
     def like(self, other: "GroupLayout") -> bool:
         """Return whether both differ in the name of the unit at most."""
         mine, theirs = (
-            (g.tensors, g.dtype, g.param_dtype, g.trainable, g.plan.shard_numel, g.plan.world_size)
+            (g.tensors, g.dtype, g.param_dtype, g.trainable, g.plan.lane_ranges, g.plan.world_size)
             for g in (self, other)
         )
         return mine == theirs
@@ -253,9 +253,11 @@ def _facts(group: GroupLayout) -> str:
     if group.param_dtype != group.dtype:
         kind += f" gathered as {str(group.param_dtype).removeprefix('torch.')}"
     plan = group.plan
+    lanes = len(plan.lane_ranges)
     return (
         f"{kind}, {'trained' if group.trainable else 'frozen'}, {plan.world_size} ranks x "
         f"{plan.shard_numel:,} elements ({readable(group.nbytes_per_rank)}), "
+        f"{f'{lanes} lanes, ' if lanes > 1 else ''}"
         f"padding {plan.padding_numel:,} elements ({plan.padding:.2%})"
     )
 

@@ -22,7 +22,7 @@ from vescale.fsdp.lane_search import MOST_LANES, LaneSearch
 from vescale.fsdp.planner import Plan, Request, Sizes, checked_integer, plan
 from vescale.fsdp.validate import validate_plan
 
-__all__ = ["LANE_NBYTES", "LanePlan", "plan_lanes"]
+__all__ = ["LANE_NBYTES", "AnyPlan", "LanePlan", "check_lanes", "plan_lanes"]
 
 LANE_NBYTES = 64 * 1024  # what a lane costs, in bytes of every rank's shard
 
@@ -117,6 +117,16 @@ class LanePlan(Sizes):
         return self.lanes[lane].shard_runs(place)
 
 
+AnyPlan = Plan | LanePlan
+
+
+def check_lanes(lanes: int | Literal["auto"]) -> None:
+    """Raise ValueError unless ``lanes`` is what ``plan_lanes`` takes."""
+    number = isinstance(lanes, int) and not isinstance(lanes, bool)
+    if lanes != "auto" and not (number and 1 <= lanes <= MOST_LANES):
+        raise ValueError(f"lanes={lanes!r}; pass 'auto' or an integer from 1 to {MOST_LANES}.")
+
+
 def plan_lanes(
     requests: Sequence[Request],
     world_size: int,
@@ -138,8 +148,7 @@ def plan_lanes(
     once. Raises TypeError or ValueError for sizes that are no positive integers, and ValueError for
     other ``lanes``.
     """
-    if lanes != "auto" and (isinstance(lanes, bool) or lanes not in range(1, MOST_LANES + 1)):
-        raise ValueError(f"lanes={lanes!r}; pass 'auto' or an integer from 1 to {MOST_LANES}.")
+    check_lanes(lanes)
     itemsize = checked_integer(itemsize, "itemsize", 1)
     lane_nbytes = checked_integer(lane_nbytes, "lane_nbytes", 0)
     single = plan(requests, world_size, align=align)

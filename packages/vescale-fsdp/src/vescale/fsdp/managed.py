@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,8 +14,9 @@ from vescale.dtensor import RaggedShard
 from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.granularity import Granularity, unit_runs
+from vescale.fsdp.lanes import AnyPlan, LanePlan, plan_lanes
 from vescale.fsdp.parallel import Parallel
-from vescale.fsdp.planner import Plan, Request, plan
+from vescale.fsdp.planner import Request
 from vescale.fsdp.policy import MixedPrecisionPolicy
 
 SLICE_ALIGN_BYTES = 16  # slower collectives below it: pytorch/pytorch #195450
@@ -77,7 +79,7 @@ class Managed:
 
     # --- the two forms ----------------------------------------------------------------------
 
-    def make_sharded(self, plan: Plan, index: int, rank: int, local: torch.Tensor) -> None:
+    def make_sharded(self, plan: AnyPlan, index: int, rank: int, local: torch.Tensor) -> None:
         """Make the sharded form of the original, which is tensor ``index`` of ``plan``.
 
         ``local`` is this rank's part, flat, in the shard; it takes the original's values.
@@ -162,11 +164,20 @@ class Managed:
                 )
 
 
-def plan_of(managed: Sequence[Managed], world_size: int, narrowest: torch.dtype) -> Plan:
-    """Return the plan of the parameters over ``world_size`` ranks.
+def plan_of(
+    managed: Sequence[Managed],
+    world_size: int,
+    *,
+    narrowest: torch.dtype,
+    gathered: torch.dtype,
+    lanes: int | Literal["auto"],
+) -> LanePlan:
+    """Return the plan of the parameters over ``world_size`` ranks, in ``lanes`` as asked for.
 
     Every rank's part starts on a multiple of 16 bytes in each dtype the layout is used with,
-    ``narrowest`` being the narrowest of them.
+    ``narrowest`` being the narrowest of them. What lanes save is counted in ``gathered``.
     """
     align = SLICE_ALIGN_BYTES // math.gcd(SLICE_ALIGN_BYTES, narrowest.itemsize)
-    return plan([item.request() for item in managed], world_size, align=align)
+    requests = [item.request() for item in managed]
+    itemsize = gathered.itemsize
+    return plan_lanes(requests, world_size, align=align, lanes=lanes, itemsize=itemsize)

@@ -7,7 +7,7 @@ meets two boundaries. Sizes are in elements.
 
 from dataclasses import dataclass, replace
 
-from vescale.fsdp.lanes import LanePlan
+from vescale.fsdp.lanes import AnyPlan, LanePlan
 from vescale.fsdp.planner import Plan, plan
 
 MOST_TRIED = 8  # kinds of tensors with the largest blocks
@@ -28,7 +28,7 @@ class PaddingCause:
     padding: float
 
 
-def padding_causes(plan: Plan | LanePlan, *, over: float = 0.1) -> tuple[PaddingCause, ...]:
+def padding_causes(plan: AnyPlan, *, over: float = 0.1) -> tuple[PaddingCause, ...]:
     """Return the tensors that force more padding than ``over``, for each lane the worst of them.
 
     Empty where no tensors alike force as much: padding may come from several together. Plans a lane

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw a layout with matplotlib (the extra ``plot``): one bar per buffer, ranks side by side."""
+"""Draw a layout with matplotlib (the extra ``plot``): one bar per buffer.
+
+In the bar are its lanes, and in each lane the ranks, side by side.
+"""
 
 from pathlib import Path
 
@@ -61,19 +64,22 @@ def _draw_buffer(axes: Axes, row: int, group: GroupLayout, colours: dict[str, st
             colour = colours[tensor.name]
             axes.barh(row, width, BAR_HEIGHT, left, color=colour, edgecolor=PAPER, linewidth=0.6)
             _draw_label(axes, row, tensor, group)
-    for rank in range(world_size + 1):
-        inner = 0 < rank < world_size
-        reach = 0.4 if inner else BAR_HEIGHT / 2
-        x = [rank / world_size] * 2
-        axes.plot(x, [row - reach, row + reach], color=INK, lw=1.4 if inner else 0.8, clip_on=False)
+    for _, shard_numel, start, _ in group.plan.lane_ranges:
+        for rank in range(world_size + 1):
+            inner = 0 < rank < world_size
+            reach = 0.4 if inner else BAR_HEIGHT / 2
+            x = [(start + rank * shard_numel) / whole] * 2
+            width = 1.4 if inner else 0.8
+            axes.plot(x, [row - reach, row + reach], color=INK, lw=width, clip_on=False)
 
 
 def _draw_label(axes: Axes, row: int, tensor: TensorLayout, group: GroupLayout) -> None:
     # In the tensor's largest piece, where no rank boundary crosses the letters.
     sizes = tensor.shard_sizes
     rank = max(tensor.ranks, key=sizes.__getitem__)
-    whole, shard_numel = group.plan.buffer_numel, group.plan.shard_numel
-    left = max(tensor.offset, rank * shard_numel) / whole
+    whole = group.plan.buffer_numel
+    before = sum(sizes[:rank])  # elements of the tensor on earlier ranks, which lie in front
+    left = (tensor.offset + before) / whole
     width = sizes[rank] / whole
     name = tensor.name.removesuffix(".weight")
     for label in (name, name.rpartition(".")[2]):
@@ -98,8 +104,9 @@ def _draw_captions(axes: Axes, row: int, run: tuple[GroupLayout, ...]) -> None:
 
 def _draw_rank_names(axes: Axes, layout: Layout) -> None:
     worlds = {group.plan.world_size for group in layout.groups}
-    if len(worlds) != 1:
-        return  # groups on meshes of their own: no common scale
+    lanes = {len(group.plan.lane_ranges) for group in layout.groups}
+    if len(worlds) != 1 or lanes != {1}:
+        return  # groups on meshes of their own, or with ranks once in each lane: no common scale
     (world_size,) = worlds
     prefix = "rank " if world_size <= MOST_RANK_NAMES else ""
     for rank in range(0, world_size, -(-world_size // MOST_RANK_NAMES)):

@@ -76,6 +76,11 @@ class Plan(Sizes):
     world_size: int
     align: int = 1
 
+    @property
+    def lane_ranges(self) -> tuple[tuple[int, int, int, int], ...]:
+        """``(shard_start, shard_numel, full_start, full_numel)`` of the only lane: everything."""
+        return ((0, self.shard_numel, 0, self.buffer_numel),)
+
     def local_range(self, index: int, rank: int) -> tuple[int, int, int]:
         """Return ``(start_in_tensor, start_in_shard, numel)`` of tensor ``index`` on ``rank``.
 

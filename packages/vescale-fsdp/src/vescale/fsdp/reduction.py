@@ -16,9 +16,9 @@ from vescale.fsdp._torch_compat import averages
 from vescale.fsdp.collectives import Collectives
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.gradients import GradientBuffer
+from vescale.fsdp.lanes import AnyPlan
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.offload import HostCopies
-from vescale.fsdp.planner import Plan
 from vescale.fsdp.sharded_gradients import ShardedGradients
 
 
@@ -68,7 +68,7 @@ class Reduction:
     def __init__(
         self,
         managed: Sequence[Managed],
-        plan: Plan,
+        plan: AnyPlan,
         data: DataMesh,
         options: ReduceOptions,
         *,

@@ -7,7 +7,7 @@ local data is a view of the buffer's shard; optimizers and checkpoints see it.
 
 import copy
 import weakref
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,9 @@ from vescale.dtensor.tensor import local_of, set_local
 from vescale.fsdp.comm_options import CommOptions
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
+from vescale.fsdp.lanes import LanePlan
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.offload import CPU, HostCopies, check_home, host_copies, offloads
-from vescale.fsdp.planner import Plan
 from vescale.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, compute_dtype
 from vescale.fsdp.reduction import ReduceOptions, Reduction
 
@@ -34,12 +34,13 @@ class ShardedGroup:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no fields)
+        lanes: int | Literal["auto"] = "auto",
     ) -> None:
         first = managed[0].original
         self.name = ""
         self.parts: tuple[str, ...] = ()  # FQNs of the unit's modules, where it has several
         self.managed, self.data, self.device, self.policy = managed, data, device, policy
-        self.offload = offload
+        self.offload, self.lanes = offload, lanes
         self.home = CPU if offloads(offload) else device  # of the shards; ``device`` computes
         self.mesh = data.mesh
         self.process_group: dist.ProcessGroup | None = data.shard_group
@@ -54,8 +55,14 @@ class ShardedGroup:
         self.plan = self._make_plan()
         self._clear()
 
-    def _make_plan(self) -> Plan:
-        return plan_of(self.managed, self.data.shards, self.narrowest_dtype())
+    def _make_plan(self) -> LanePlan:
+        return plan_of(
+            self.managed,
+            self.data.shards,
+            narrowest=self.narrowest_dtype(),
+            gathered=self.param_dtype,
+            lanes=self.lanes,
+        )
 
     def _clear(self) -> None:
         """Begin without memory."""
