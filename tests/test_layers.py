@@ -65,6 +65,7 @@ PURE = (
     f"{FSDP}/presets.py",
     f"{FSDP}/tiles.py",
     f"{FSDP}/optim/roots.py",
+    f"{FSDP}/state_dict/flat.py",
 )
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from write_dtensor import entry
 
 import vescale.fsdp
+import vescale.fsdp.state_dict
 
 NAMES = (
     "clip_grad_norm_",
@@ -15,18 +16,23 @@ NAMES = (
     "load_full_state_dict",
     "iter_full_parameters",
 )
+STATE_NAMES = tuple(name for name in vescale.fsdp.state_dict.__all__ if "state_dict" in name)
 OPENING = """\
 # Functions of vescale.fsdp
 
 What works on a sharded model beside training it, written from the docstrings by
 `docs/reference/write_fsdp.py`. *Collective* means that all ranks must call. Examples are in
-[Clip, initialise, load and export](../how-to/clip-init-load-export.md).
+[Clip, initialise, load and export](../how-to/clip-init-load-export.md) and [Move a script from
+FSDP2](../how-to/migrate-from-fsdp2.md#5-load-your-checkpoints).
 """
 
 
 def page() -> str:
     """Return fsdp.md."""
-    return OPENING + "".join(entry(name, getattr(vescale.fsdp, name)) for name in NAMES)
+    found = [(name, getattr(vescale.fsdp, name)) for name in NAMES]
+    state_dict = vescale.fsdp.state_dict
+    found += [(f"state_dict.{name}", getattr(state_dict, name)) for name in STATE_NAMES]
+    return OPENING + "".join(entry(name, value) for name, value in found)
 
 
 if __name__ == "__main__":
