@@ -32,6 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # loaded once a process, by a wrap or an optimizer: no part of what grows
 import torch.distributed as dist
 from benchmarks.planner import Unit, units
 from torch import nn
