@@ -66,6 +66,7 @@ PURE = (
     f"{FSDP}/tiles.py",
     f"{FSDP}/optim/roots.py",
     f"{FSDP}/state_dict/flat.py",
+    f"{FSDP}/checkpoint/folder.py",
 )
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 

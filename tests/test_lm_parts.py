@@ -2,16 +2,16 @@
 """The parts of the example that need no ranks: options, text, model, checkpoints on disk."""
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.checkpoint import PROGRESS, find
+from lm.checkpoint import find, make_manager
 from lm.config import parse_config
 from lm.data import Corpus, load_corpus
 from lm.errors import BadInputError
@@ -20,6 +20,7 @@ from lm.model import SIZES, Decoder, next_byte_loss
 from lm.optimizers import make_optimizers, set_rate
 from lm.progress import progress
 from lm.reference import compare, train_alone
+from vescale.fsdp.checkpoint import folder as on_disk
 
 CPU = torch.device("cpu")
 TINY = ("--model-size", "tiny", "--seq-len", "16", "--batch-size", "2", "--steps", "4")
@@ -154,22 +155,35 @@ def test_the_comparison_finds_the_largest_difference_and_fails_on_nan():
     assert (broken.step, broken.acceptable) == (1, False)
 
 
+@pytest.fixture
+def alone():
+    """A process group of this process, which managers of checkpoints need."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def write_checkpoint(folder, step, **changes):
-    folder.mkdir(parents=True)
     config = {**dataclasses.asdict(parse_config(TINY)), **changes}
-    facts = {"step": step, "windows": 4 * step, "losses": [5.0] * step, "config": config}
-    (folder / PROGRESS).write_text(json.dumps(facts))
+    facts = {"windows": 4 * step, "losses": [5.0] * step, "config": config}
+    sequence = on_disk.next_sequence(folder)
+    manifest = on_disk.Manifest(step, sequence, 1, facts, {})
+    return on_disk.publish(on_disk.start(folder, step), manifest)
 
 
-def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path):
+def found_by(config):
+    return find(config, make_manager(config))
+
+
+def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path, alone):
     config = parse_config([*TINY, "--checkpoint-dir", str(tmp_path), "--resume", "auto"])
-    assert find(config).path is None
+    assert found_by(config).checkpoint is None
     for step in (1, 3):
-        write_checkpoint(tmp_path / f"step-{step:06d}", step)
-    write_checkpoint(tmp_path / ".partial-step-000004", 4)  # its writer was killed
-    (tmp_path / "step-000005").mkdir()
-    found = find(config)
-    assert (found.path.name, found.step, found.windows) == ("step-000003", 3, 12)
+        write_checkpoint(tmp_path, step)
+    on_disk.start(tmp_path, 4)  # its writer was killed
+    (tmp_path / "step-000000005").mkdir()
+    found = found_by(config)
+    assert (found.checkpoint.path.name, found.step, found.windows) == ("step-000000003", 3, 12)
 
 
 @pytest.mark.parametrize(
@@ -181,17 +195,17 @@ def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path):
         (4, {}, "4 steps already"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, step, changes, words):
-    write_checkpoint(tmp_path / "c", step, **changes)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, step, changes, words, alone):
+    path = write_checkpoint(tmp_path, step, **changes)
     with pytest.raises(BadInputError, match=words):
-        find(parse_config([*TINY, "--resume", str(tmp_path / "c")]))
+        found_by(parse_config([*TINY, "--resume", str(path)]))
 
 
-def test_a_missing_or_broken_checkpoint_is_refused(tmp_path):
-    (tmp_path / PROGRESS).write_text("{")
-    for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(BadInputError, match="no complete checkpoint"):
-            find(parse_config([*TINY, "--resume", str(path)]))
+def test_a_missing_or_broken_checkpoint_is_refused(tmp_path, alone):
+    (tmp_path / on_disk.MANIFEST).write_text("{")
+    for path, words in ((tmp_path, "has a broken"), (tmp_path / "missing", "no complete")):
+        with pytest.raises(BadInputError, match=words):
+            found_by(parse_config([*TINY, "--resume", str(path)]))
 
 
 def test_progress_is_told_in_a_few_lines_where_there_is_no_terminal(capsys):

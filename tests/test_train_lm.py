@@ -102,12 +102,12 @@ def test_pictures_and_complete_checkpoints_are_left_behind(whole):
     for name in ("loss.png", "layout.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     saved = sorted(path.name for path in (folder / "saved").iterdir())
-    assert saved == ["step-000004", "step-000008"]
+    assert saved == ["step-000000004", "step-000000008"]
 
 
 def test_a_resumed_run_continues_the_same_curve(whole, tmp_path):
     folder, facts, _ = whole
-    shutil.copytree(folder / "saved/step-000004", tmp_path / "step-000004")
+    shutil.copytree(folder / "saved/step-000000004", tmp_path / "step-000000004")
     files = ("--output-dir", tmp_path, "--checkpoint-dir", tmp_path)
     done = train(LAUNCH, "--resume", "auto", *files)
     assert done.code == 0, done.err
@@ -121,7 +121,7 @@ def test_a_resumed_run_continues_the_same_curve(whole, tmp_path):
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_another_granularity(whole, tmp_path):
     folder, facts, _ = whole
-    options = ("--resume", folder / "saved/step-000004", "--granularity", "elements")
+    options = ("--resume", folder / "saved/step-000000004", "--granularity", "elements")
     # The same windows in every step: twice as many for half the ranks.
     alone = ("--batch-size", 2 * RANKS, "--output-dir", tmp_path)
     done = train((sys.executable, SCRIPT), *options, *alone)
@@ -202,8 +202,8 @@ def test_all_ranks_stop_at_the_same_step_when_asked_to(target, tmp_path):
     (saved,) = (tmp_path / "saved").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert line.startswith(f"train_lm.py: stopped after step {step} of 100000; go on with --resume")
-    facts = json.loads((saved / "progress.json").read_text())
-    assert facts["step"] == step == len(facts["losses"])
+    facts = json.loads((saved / "checkpoint.json").read_text())
+    assert facts["step"] == step == len(facts["progress"]["losses"])
     assert (saved / ".metadata").exists()
     assert not list((tmp_path / "out").iterdir())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from write_dtensor import entry
 
 import vescale.fsdp
+import vescale.fsdp.checkpoint
 import vescale.fsdp.state_dict
 
 NAMES = (
@@ -17,13 +18,15 @@ NAMES = (
     "iter_full_parameters",
 )
 STATE_NAMES = tuple(name for name in vescale.fsdp.state_dict.__all__ if "state_dict" in name)
+METHODS = ("save", "wait", "newest", "at", "load")
 OPENING = """\
 # Functions of vescale.fsdp
 
 What works on a sharded model beside training it, written from the docstrings by
 `docs/reference/write_fsdp.py`. *Collective* means that all ranks must call. Examples are in
 [Clip, initialise, load and export](../how-to/clip-init-load-export.md) and [Move a script from
-FSDP2](../how-to/migrate-from-fsdp2.md#5-load-your-checkpoints).
+FSDP2](../how-to/migrate-from-fsdp2.md#5-load-your-checkpoints); of checkpoints in [Save a run, and
+go on after a failure](../how-to/save-and-resume.md).
 """
 
 
@@ -32,6 +35,9 @@ def page() -> str:
     found = [(name, getattr(vescale.fsdp, name)) for name in NAMES]
     state_dict = vescale.fsdp.state_dict
     found += [(f"state_dict.{name}", getattr(state_dict, name)) for name in STATE_NAMES]
+    manager = vescale.fsdp.checkpoint.CheckpointManager
+    found.append(("checkpoint.CheckpointManager", manager))
+    found += [(f"CheckpointManager.{name}", getattr(manager, name)) for name in METHODS]
     return OPENING + "".join(entry(name, value) for name, value in found)
 
 

@@ -38,6 +38,7 @@ class Config:
     tolerance: float | None
     checkpoint_dir: str | None
     checkpoint_every: int | None
+    keep_last: int | None
     reload_check: bool
     resume: str | None
     output_dir: str
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-dir", default="runs/train_lm", metavar="PATH", help=f"for results {default}")
     add("--checkpoint-dir", metavar="PATH", help="save there at the end, and when stopped")
     add("--checkpoint-every", type=count, metavar="N", help="and every N steps")
+    add("--keep-last", type=count, metavar="N", help="checkpoints to keep (default: all)")
     add(
         "--no-reload-check",
         dest="reload_check",

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
-from lm.checkpoint import Progress, find, load, save
+from lm.checkpoint import Progress, find, load, make_manager, save
 from lm.config import Config
 from lm.data import Corpus, load_corpus
 from lm.errors import BadInputError, CheckFailedError, StoppedError
@@ -19,21 +19,24 @@ from lm.reference import compare, train_alone
 from lm.report import Result, write_report
 from lm.train import Step, make_sharded_model, make_sharded_optimizers, train, validate
 from vescale.fsdp import inspect
+from vescale.fsdp.checkpoint import CheckpointManager
 
 UNTIMED_STEPS = 2  # the first ones also allocate and warm caches
 
 
 def run_session(config: Config, ranks: Ranks) -> None:
     """Do all that the options ask for. Raises the errors of ``lm.errors``, on all ranks alike."""
-    corpus, start = ranks.check(lambda: _read_inputs(config, ranks))
+    corpus = ranks.check(lambda: _read_inputs(config, ranks))
+    manager = make_manager(config)
+    start = _find_start(config, manager)
     model = make_sharded_model(config, ranks, config.seed)
     optimizers = make_sharded_optimizers(config, model)
-    if start.path:
-        load(start.path, model, optimizers)
+    if start.checkpoint:
+        load(manager, start.checkpoint, model, optimizers)
     layout = inspect.layout(model)
     _introduce(config, ranks, corpus, start, layout)
 
-    steps, checkpoint = _train(config, ranks, corpus, model, optimizers, start)
+    steps, checkpoint = _train(config, ranks, corpus, model, optimizers, start, manager)
     timed = steps[UNTIMED_STEPS:] or steps
     tokens = ranks.world_size * config.batch_size * config.seq_len
     result = Result(
@@ -50,7 +53,7 @@ def run_session(config: Config, ranks: Ranks) -> None:
     print(f"{result.validation_loss:.4f}; {result.tokens_per_second:,.0f} tokens/s.")
 
     if checkpoint and config.reload_check:
-        _check_reload(config, ranks, corpus, checkpoint, result.validation_loss)
+        _check_reload(config, ranks, corpus, manager, checkpoint, result.validation_loss)
     if config.compare:
         result = _compare(config, ranks, corpus, result)
     if ranks.leads:
@@ -62,19 +65,23 @@ def run_session(config: Config, ranks: Ranks) -> None:
         raise CheckFailedError("the losses differ from those of one process by more than allowed.")
 
 
-def _read_inputs(config: Config, ranks: Ranks) -> tuple[Corpus, Progress]:
+def _read_inputs(config: Config, ranks: Ranks) -> Corpus:
     corpus = load_corpus(config.data, config.seq_len, config.seed)
     if ranks.leads:  # the only one that writes there
         _check_writable("--output-dir", config.output_dir)
     if config.checkpoint_dir:
         _check_writable("--checkpoint-dir", config.checkpoint_dir)
-    start = find(config)
-    if config.compare and start.path:
+    return corpus
+
+
+def _find_start(config: Config, manager: CheckpointManager) -> Progress:
+    start = find(config, manager)
+    if config.compare and start.checkpoint:
         raise BadInputError(
             "--compare starts at the first step, but --resume auto found "
-            f"{start.path}; leave out one of them, or pass an empty --checkpoint-dir."
+            f"{start.checkpoint.path}; leave out one of them, or pass an empty --checkpoint-dir."
         )
-    return corpus, start
+    return start
 
 
 def _check_writable(option: str, folder: str) -> None:
@@ -96,8 +103,8 @@ def _introduce(
     print(f"Model:  {config.model_size}, {kind} head, {config.param_dtype}, {config.optimizer}")
     print(f"Ranks:  {ranks.world_size} on {ranks.device.type}")
     print(f"Layout: {layout.summary()}", flush=True)
-    if start.path:
-        print(f"Resumed from {start.path}, after step {start.step}.", flush=True)
+    if start.checkpoint:
+        print(f"Resumed from {start.checkpoint.path}, after step {start.step}.", flush=True)
 
 
 def _train(
@@ -107,6 +114,7 @@ def _train(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     start: Progress,
+    manager: CheckpointManager,
 ) -> tuple[list[Step], Path | None]:
     """Train to the end, saving on the way; raise StoppedError once that is agreed and saved."""
     done, checkpoint = [], None
@@ -120,20 +128,26 @@ def _train(
             if config.checkpoint_dir and (due or step.stop or step.step == config.steps):
                 losses = (*start.losses, *(earlier.loss for earlier in done))
                 reached = Progress(step.step, step.windows, losses)
-                folder = Path(config.checkpoint_dir)
-                checkpoint = save(folder, model, optimizers, reached, config, ranks)
+                checkpoint = save(manager, model, optimizers, reached, config)
             if step.stop:
+                manager.wait()
                 kept = f"; go on with --resume {checkpoint}" if checkpoint else ""
                 raise StoppedError(f"stopped after step {step.step} of {config.steps}{kept}.")
+    manager.wait()
     return done, checkpoint
 
 
 def _check_reload(
-    config: Config, ranks: Ranks, corpus: Corpus, checkpoint: Path, expected: float
+    config: Config,
+    ranks: Ranks,
+    corpus: Corpus,
+    manager: CheckpointManager,
+    checkpoint: Path,
+    expected: float,
 ) -> None:
     """Read ``checkpoint`` into a model with other weights, which must then predict the same."""
     fresh = make_sharded_model(config, ranks, config.seed + 1)
-    load(checkpoint, fresh)
+    load(manager, checkpoint, fresh)
     again = validate(config, ranks, corpus, fresh)
     if again != expected:
         raise CheckFailedError(

@@ -52,6 +52,10 @@ class NamedOptimizers:
         """Return the names of the parameters of each group."""
         return [[self._fqns[id(p)] for p in group[PARAMS]] for group in optimizer.param_groups]
 
+    def own_fqns(self) -> set[str]:
+        """Return the names of all parameters that the optimizers hold."""
+        return {fqn for o in self.optimizers for group in self.fqns(o) for fqn in group}
+
     def trainable(self) -> set[str]:
         """Return the names of all parameters that are to be trained."""
         return {

@@ -70,8 +70,7 @@ def _translate(named: NamedOptimizers, state_dict: Mapping[str, Any] | None) -> 
             "the optimizer state has numbers for parameters, as optimizer.state_dict() gives them; "
             "pass it to optimizer.load_state_dict(), or save get_optimizer_state_dict()."
         )
-    own = {fqn for o in named.optimizers for group in named.fqns(o) for fqn in group}
-    others = named.all_fqns - own
+    others = named.all_fqns - named.own_fqns()
     state = {}
     for key, values in state_dict[STATE].items():
         fqn = names.first(names.clean(key))

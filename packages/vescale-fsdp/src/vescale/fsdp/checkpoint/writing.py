@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write one checkpoint with torch's distributed checkpoint, and publish it once it is complete.
+
+What runs here may run in a thread beside training, so it communicates in a process group of its own
+and only there.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from vescale.fsdp.checkpoint import folder as on_disk
+from vescale.fsdp.checkpoint.alike import everyones
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checkpoint to write; the same on every rank of ``group``."""
+
+    folder: Path
+    step: int
+    progress: dict[str, Any]
+    keep_last: int | None
+    checksums: bool
+    group: dist.ProcessGroup
+
+
+def write(job: Job, state: dict[str, Any]) -> Path:
+    """Write ``state`` and return the published checkpoint. Raises the same on all ranks."""
+    partial = _start(job)
+    dcp.save(state, checkpoint_id=partial, process_group=job.group)
+    return _finish(job, partial)
+
+
+def write_behind(job: Job, state: dict[str, Any]) -> Future[Path]:
+    """Copy ``state`` and return at once; the future has what ``write`` returns or raises."""
+    partial = _start(job)
+    saved = dcp.async_save(state, checkpoint_id=partial, process_group=job.group)
+    saved = saved.upload_completion if isinstance(saved, AsyncSaveResponse) else saved
+
+    def publish() -> Path:
+        saved.result()
+        return _finish(job, partial)
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="publish_checkpoint")
+    published = thread.submit(publish)
+    thread.shutdown(wait=False)
+    return published
+
+
+def on_first_rank(group: dist.ProcessGroup, what: str, action: Callable[[], Any]) -> Any:
+    """Return on all ranks what ``action`` returns on the first; it can be pickled.
+
+    If it raises, so do all ranks: the first its error, the others RuntimeError with its text.
+    """
+    answer, error = [None, None], None
+    if group.rank() == 0:
+        try:
+            answer[0] = action()
+        except Exception as caught:
+            error = caught
+            answer[1] = f"{type(caught).__name__}: {caught}"
+    dist.broadcast_object_list(answer, group_src=0, group=group)
+    if error is not None:
+        raise error
+    if answer[1] is not None:
+        raise RuntimeError(f"the first rank cannot {what}: {answer[1]}")
+    return answer[0]
+
+
+def share(names: list[str], group: dist.ProcessGroup) -> list[str]:
+    """Return which of the files in a checkpoint this rank is to read through."""
+    return names[group.rank() :: group.size()]
+
+
+def _start(job: Job) -> Path:
+    return on_first_rank(
+        job.group, "start a checkpoint", lambda: on_disk.start(job.folder, job.step)
+    )
+
+
+def _finish(job: Job, partial: Path) -> Path:
+    files = on_first_rank(job.group, "list what was written", lambda: on_disk.files_in(partial))
+    sums, problem = {}, None
+    try:
+        if job.checksums:
+            mine = share(list(files), job.group)
+            sums = {name: on_disk.checksum(partial / name) for name in mine}
+    except OSError as error:
+        problem = f"rank {job.group.rank()} cannot read what was written: {error}"
+    answers = everyones((sums, problem), job.group)
+    if problems := [text for _, text in answers if text]:
+        raise RuntimeError(f"{partial} was not published: {problems[0]}")
+    checksums = {name: value for part, _ in answers for name, value in part.items()}
+
+    def publish() -> Path:
+        manifest = on_disk.Manifest(
+            job.step,
+            on_disk.next_sequence(job.folder),
+            job.group.size(),
+            job.progress,
+            {name: (nbytes, checksums.get(name)) for name, nbytes in files.items()},
+        )
+        final = on_disk.publish(partial, manifest)
+        if job.keep_last is not None:
+            on_disk.prune(job.folder, job.keep_last)
+        return final
+
+    return on_first_rank(job.group, "publish the checkpoint", publish)
