@@ -19,6 +19,9 @@ from vescale.fsdp.optim.newton_schulz import newton_schulz
 SHAPES = [(8, 8), (33, 7), (7, 33), (1, 9), (9, 1), (64, 32), (24, 40), (5, 5)]
 
 
+ONE_ROUND = {"allgather_base": 1, "alltoall_base": 2}  # gradients there are; there and back
+
+
 def random_tensors(seed, dtype=torch.float32, shapes=SHAPES):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
@@ -191,7 +194,7 @@ def check_groups(rank, world_size):
         set_grads(params, random_tensors(5))
         loss = ours.step(lambda: torch.tensor(3.0))
     assert loss == 3.0
-    assert count.counts == {"alltoall_base": 2}
+    assert count.counts == ONE_ROUND
 
     # Coefficients of each step, and a callable, are used wherever the matrix is solved.
     calls = []
@@ -230,12 +233,15 @@ def check_traffic(rank, world_size):
         set_grads(params, random_tensors(1))
         with CountCollectives() as count:
             optimizer.step()
-        assert count.counts == {"alltoall_base": 2}
+        assert count.counts == ONE_ROUND
         sent = torch.tensor([count.nbytes], device=DEVICE)
         torch.distributed.all_reduce(sent)
-        assert sent.item() == plan.sent_nbytes(itemsize)
+        flags = len(params) * world_size * (world_size - 1)
+        assert sent.item() == plan.sent_nbytes(itemsize) + flags
+        assert plan.sent_nbytes(itemsize) == 2 * itemsize * plan.moved_numel
         shapes = zip(plan.roots, SHAPES, strict=True)
-        assert solved == [shape for root, shape in shapes if root == rank]  # once, on one rank
+        mine = [shape for root, shape in shapes if root == rank]
+        assert sorted(solved) == sorted(mine)  # once, on one rank
         solved.clear()
         numel = sum(matrix.numel for matrix in plan.matrices)
         assert plan.moved_numel <= numel * (world_size - 1) / world_size
@@ -252,22 +258,6 @@ def check_traffic(rank, world_size):
     assert count.total == 0
     assert ours.plans[0].moved_numel == 0
     assert_same_bits(params, references)
-
-    # On a second mesh axis that replicates, each replica does the whole work in its own group.
-    if world_size == 4:
-        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replica", "shard"))
-        full, cut = fulls[0], RaggedShard((0, 1), [3, 5])
-        start, end = cut.split(full.shape, mesh.get_local_rank("shard"))
-
-        def split(full):
-            local = full.reshape(-1)[start:end].clone()
-            return DTensor.from_local(local, mesh, [Replicate(), cut], shape=full.shape)
-
-        param, reference = torch.nn.Parameter(split(full)), plain([full])[0]
-        param.grad, reference.grad = split(fulls[0] + 1), fulls[0] + 1
-        Muon([param]).step()
-        torch.optim.Muon([reference]).step()
-        assert torch.equal(param.to_local(), reference.detach().view(-1)[start:end])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -304,7 +294,7 @@ def check_missing_gradients(rank, world_size):
         set_grads(references, grads)
         with CountCollectives() as count:
             ours.step()
-        assert count.counts == {"alltoall_base": 2}
+        assert count.counts == ONE_ROUND
         theirs.step()
         assert_same_bits(params, references)
         assert_same_bits(momenta(ours), momenta(theirs))
@@ -344,9 +334,9 @@ def check_errors(rank, world_size):
     columns = DTensor.from_local(columns, mesh, [Shard(1)], shape=(4, 6), stride=(6, 1))
     with pytest.raises(NotImplementedError, match=r"'w' has placements.*Shard\(dim=1\)"):
         Muon([("w", torch.nn.Parameter(columns))])
-    cube = shard([full.view(2, 4, 3)], mesh, [RaggedShard((0,), [1, 1])])[0]
-    with pytest.raises(ValueError, match=r"parameter 1 of group 0 has shape \(2, 4, 3\)"):
-        Muon([param, cube])
+    line = shard([full.view(24)], mesh, [RaggedShard((0,), [1, 1])])[0]
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0 has shape \(24,\)"):
+        Muon([param, line])
 
     optimizer = Muon([("w", param)])
     param.grad = part_of(full, mesh, other)
@@ -441,7 +431,10 @@ def test_pickled_and_copied_optimizers_go_on():
     ("shape", "options", "message"),
     [
         ((3,), {}, r"parameter 0 of group 0 has shape \(3,\)"),
-        ((2, 3, 4), {}, "split_params"),
+        ((2, 3, 4, 5), {}, "split_params"),
+        ((2, 3), {"matrix_split": lambda fqn, shape: [1]}, "goes by names"),
+        ((2, 3), {"max_inflight_bytes": 0}, "max_inflight_bytes=0"),
+        ((2, 3), {"batched_ns": True, "ns_fn": newton_schulz}, "no use for ns_fn"),
         ((2, 3), {"lr": -1.0}, "lr=-1.0"),
         ((2, 3), {"lr": torch.ones(2)}, "2 elements"),
         ((2, 3), {"momentum": -0.1}, "momentum=-0.1"),

@@ -3,32 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from testing.matrices import DSV3, LLAMA_8B, LLAMA_70B, cut_evenly
 from vescale.fsdp.optim.roots import Matrix, Piece, plan_roots
-
-LLAMA_8B = [[(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 3]] * 32
-LLAMA_70B = [[(8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *[(28672, 8192)] * 3]] * 80
-DSV3_ATTENTION = [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384)]
-DSV3 = [
-    *[[*DSV3_ATTENTION, *[(18432, 7168)] * 3]] * 3,
-    *[[*DSV3_ATTENTION, (256, 7168), *[(2048, 7168)] * 3 * 257]] * 58,
-]
-
-
-def cut_evenly(layers, world_size):
-    """Cut each layer, end to end in memory, into ``world_size`` equal runs."""
-    matrices = []
-    for layer in layers:
-        shard = -(-sum(rows * cols for rows, cols in layer) // world_size)
-        begin = 0
-        for rows, cols in layer:
-            end, pieces, at = begin + rows * cols, [], begin
-            while at < end:
-                upto = min(end, (at // shard + 1) * shard)
-                pieces.append(Piece(at // shard, at - begin, upto - at))
-                at = upto
-            matrices.append(Matrix(rows, cols, tuple(pieces)))
-            begin = end
-    return matrices
 
 
 def matrices_of(world_size):
@@ -80,8 +56,24 @@ def test_counts_add_up_and_nothing_moves_when_all_is_whole(world):
         if piece.rank == root
     )
     assert plan.moved_numel + kept == sum(matrix.numel for matrix in plan.matrices)
-    assert plan.is_local == (plan.moved_pieces == 0)
+    assert plan.is_local == (plan.moved_numel == 0)
     assert sum(plan.loads) == sum(matrix.cost for matrix in plan.matrices)
+
+
+@given(worlds, st.integers(2, 3))
+def test_replicas_divide_the_work(world, replicas):
+    matrices, world_size = world
+    plan = plan_roots(matrices, world_size, replicas)
+    assert len(plan.loads) == replicas * world_size
+    assert sum(plan.loads) == sum(matrix.cost for matrix in matrices)
+    assert plan.shared_numel == (replicas - 1) * sum(matrix.numel for matrix in matrices)
+    for index, matrix in enumerate(matrices):
+        replica, rank = plan.home(index)
+        assert 0 <= replica < replicas
+        assert matrix.holder in (None, rank)
+    # Whole matrices of one rank take turns over its replicas.
+    whole = [Matrix(4, 4, (Piece(0, 0, 16),))] * (2 * replicas)
+    assert plan_roots(whole, 1, replicas).imbalance == 1.0
 
 
 @given(worlds)

@@ -17,11 +17,11 @@ from vescale.fsdp.optim.adamw8bit_parts import Part, batched, parts_of
 from vescale.fsdp.optim.adamw8bit_state import (
     check_param,
     check_state,
-    local_of,
     new_state,
     tiling_of,
 )
 from vescale.fsdp.optim.checks import check_grad, check_once, label_of
+from vescale.fsdp.optim.cuts import local_of
 from vescale.fsdp.optim.restoring import load_uncast
 from vescale.fsdp.optim.rounding import rounding_key
 from vescale.fsdp.tiles import BlockSize, check_block

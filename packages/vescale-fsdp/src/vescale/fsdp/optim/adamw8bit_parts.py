@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from vescale.dtensor.runs import locate
-from vescale.fsdp.optim.adamw8bit_state import CODES, FLOAT_STATE, SCALES, SIGNED, local_of
-from vescale.fsdp.optim.cuts import read_cut
+from vescale.fsdp.optim.adamw8bit_state import CODES, FLOAT_STATE, SCALES, SIGNED
+from vescale.fsdp.optim.cuts import local_of, read_cut
 from vescale.fsdp.optim.quantize import decode, encode
 from vescale.fsdp.optim.rounding import round_to_bfloat16
 from vescale.fsdp.tiles import Tiling

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from vescale.dtensor import DTensor, RaggedShard
 from vescale.fsdp.optim.checks import check_same_layout, label_of
 from vescale.fsdp.optim.codebooks import zero_code
-from vescale.fsdp.optim.cuts import read_cut
+from vescale.fsdp.optim.cuts import local_of, read_cut
 from vescale.fsdp.optim.quantize import encode
 from vescale.fsdp.tiles import Tiling, deserves_blocks
 
@@ -97,11 +97,6 @@ def check_state(
         check_same_layout(state[name], name, group, group_index, index)
         _check_dtype(state[name], torch.float32 if tiling is None else torch.uint8, label, name)
     return state
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, a view."""
-    return tensor.to_local() if isinstance(tensor, TorchDTensor) else tensor
 
 
 def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -40,10 +40,11 @@ def check_params(group: Mapping[str, Any], group_index: int) -> None:
     """Raise for what Muon cannot optimize; the base class has refused what no optimizer can."""
     for index, param in enumerate(group["params"]):
         label = label_of(group, group_index, index)
-        if param.ndim != 2:
+        if param.ndim not in (2, 3):
             raise ValueError(
-                f"{label} has shape {tuple(param.shape)}, but Muon orthogonalizes 2-D matrices "
-                "only; give it to another optimizer, such as AdamW: split_params() tells which."
+                f"{label} has shape {tuple(param.shape)}, but Muon orthogonalizes matrices, and "
+                "experts [experts, rows, cols], only; give it to another optimizer, such as AdamW: "
+                "split_params() tells which."
             )
         if param.is_complex():
             raise ValueError(f"{label} is complex ({param.dtype}), expected a real dtype.")

@@ -20,12 +20,15 @@ class Cut:
     ``runs`` are pairs ``(numel, ranks)``: so many elements on each of the next ``ranks`` ranks.
     ``device`` is where ``group`` communicates: the shard's own device, or the accelerator when the
     shard is offloaded to the CPU. ``axis`` is the mesh axis that the group is of.
+    ``replica_group`` are the ranks of the first mesh axis that replicates over more than one, which
+    hold the same parts.
     """
 
     axis: int
     group: dist.ProcessGroup
     runs: Runs
     device: torch.device
+    replica_group: dist.ProcessGroup | None = None
 
 
 def read_cut(param: torch.Tensor, label: str) -> Cut | None:
@@ -54,7 +57,18 @@ def read_cut(param: torch.Tensor, label: str) -> Cut | None:
             "expected RaggedShard or Shard(0) on one mesh axis and Replicate on the others. "
             "Redistribute the parameter, or leave it to another optimizer."
         )
-    return Cut(axes[0], mesh.get_group(axes[0]), runs, _group_device(param))
+    copies = [
+        axis
+        for axis, placement in enumerate(placements)
+        if placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    replicas = mesh.get_group(copies[0]) if copies else None
+    return Cut(axes[0], mesh.get_group(axes[0]), runs, _group_device(param), replicas)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or a plain tensor itself; a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _runs(placement, shape: torch.Size, world_size: int) -> Runs | None:

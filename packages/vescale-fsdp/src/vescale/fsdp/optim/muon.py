@@ -5,16 +5,14 @@ Bitwise equal to ``torch.optim.Muon`` on the unsharded parameters. Casting to bf
 matrix travels changes nothing, since Newton-Schulz begins and ends in bfloat16.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from vescale.dtensor.runs import locate
-from vescale.fsdp.agreement import agree
+from vescale.fsdp.optim.blocks import MatrixSplit, RowBlock, row_blocks
 from vescale.fsdp.optim.checks import (
     check_grad,
     check_ns_options,
@@ -23,36 +21,35 @@ from vescale.fsdp.optim.checks import (
     check_same_layout,
     label_of,
 )
-from vescale.fsdp.optim.cuts import Cut, read_cut
-from vescale.fsdp.optim.exchange import OwnerGather
-from vescale.fsdp.optim.newton_schulz import (
-    DEFAULT_COEFFICIENTS,
-    Coefficients,
-    newton_schulz,
-)
+from vescale.fsdp.optim.cuts import local_of, read_cut
+from vescale.fsdp.optim.muon_gather import Member, ParamGather, mix
+from vescale.fsdp.optim.newton_schulz import DEFAULT_COEFFICIENTS, Coefficients
 from vescale.fsdp.optim.restoring import load_uncast
-from vescale.fsdp.optim.roots import Matrix, Piece, RootPlan, plan_roots
-from vescale.fsdp.optim.update import add_as_whole, narrow, scales
+from vescale.fsdp.optim.roots import RootPlan
+from vescale.fsdp.optim.solver import NewtonSchulz, Solver
+from vescale.fsdp.optim.update import narrow, scales
 
 BUFFER = "momentum_buffer"
+OWN_OPTIONS = ("wire_dtype", "matrix_split", "max_inflight_bytes", "batched_ns", "ns_fn")
 _WIRE_DTYPES = (torch.bfloat16, torch.float32)
-
-NewtonSchulz = Callable[[torch.Tensor, Coefficients, int, float], torch.Tensor]
 
 
 class Muon(Optimizer):
     """Drop-in for ``torch.optim.Muon`` that also takes sharded parameters, exactly.
 
-    Parameters are 2-D: plain tensors, or DTensors with RaggedShard or Shard(0) on one mesh axis and
-    Replicate on the others (each replica then repeats the work). A step updates the momentum where
-    it lies, sends all matrices of a process group to their roots in one all-to-all, and the results
-    back in a second one; with every matrix whole on some rank it communicates nothing. All ranks of
-    a group must call ``step`` together. Traffic: the elements moved times ``wire_dtype``'s size,
-    each way, plus one element for each piece moved.
+    Parameters are matrices [rows, cols], or fused experts [experts, rows, cols], each a matrix:
+    plain tensors, or DTensors with RaggedShard or Shard(0) on one mesh axis and Replicate on the
+    others. A step updates the momentum where it lies, sends each cut matrix to one rank, its root,
+    and the result back: two all-to-alls for each round, a round being one or a few matrices per
+    rank. A round travels while the one before is computed. With every matrix whole on some rank
+    nothing is communicated. On the first mesh axis that replicates over several ranks the replicas
+    share the work, and send each other the results; other replicas repeat it. All ranks of a group
+    must call ``step`` together. Traffic: the elements moved times ``wire_dtype``'s size, each way,
+    and one byte for each parameter and pair of ranks.
 
-    A parameter without gradient on some ranks gets zeros there; one without gradient on any rank is
-    skipped, momentum and weight decay included. A whole parameter follows its holder's gradient. A
-    frozen parameter is skipped too, but its memory still travels: better leave it out.
+    A matrix without gradient on some of its holders gets zeros there; one without gradient on any
+    is skipped, momentum and weight decay included. Replicas must agree on that. A frozen parameter
+    is skipped too, but its memory still travels: better leave it out.
 
     State: ``momentum_buffer``, created at once, in the parameter's placement and in the dtype of
     its gradient: ``grad_dtype`` where that is set, else its own. Gradients are cast to it.
@@ -65,12 +62,19 @@ class Muon(Optimizer):
             the default ``ns_fn`` both give the same bits, at half or full traffic.
         ns_fn: ``ns_fn(matrix, ns_coefficients, ns_steps, eps)`` returns the orthogonalized
             ``matrix`` [rows, cols], and leaves its argument alone; default: ``newton_schulz``.
+        matrix_split: ``matrix_split(fqn, shape)`` returns the row counts of the matrices that a
+            parameter consists of, such as heads, or queries, keys and values; None for one. Each is
+            orthogonalized, and its learning rate adjusted, by itself. Needs named parameters.
+        max_inflight_bytes: the buffers of a step take at most twice as much, or what three
+            matrices take. Less memory means more rounds.
+        batched_ns: solve equal matrices of a round at once. Faster for many small ones on a GPU,
+            and equal to one by one up to rounding only.
 
     Construction and ``add_param_group`` are collective: ranks compare their plans in one small
     all-gather for each process group.
 
     Raises:
-        ValueError: an option is out of range, or a parameter is not 2-D.
+        ValueError: an option is out of range, or a parameter is neither 2-D nor 3-D.
         NotImplementedError: a parameter has other placements.
         RuntimeError: the ranks' plans differ (on every rank).
     """
@@ -88,6 +92,9 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         wire_dtype: torch.dtype = torch.bfloat16,
+        matrix_split: MatrixSplit | None = None,
+        max_inflight_bytes: int = 1 << 30,
+        batched_ns: bool = False,
         ns_fn: NewtonSchulz | None = None,
     ) -> None:
         if wire_dtype not in _WIRE_DTYPES:
@@ -95,8 +102,13 @@ class Muon(Optimizer):
                 f"wire_dtype={wire_dtype}, expected torch.bfloat16 or torch.float32; anything "
                 "narrower would change the result, and Newton-Schulz uses nothing wider."
             )
-        self._wire_dtype, self._ns_fn = wire_dtype, ns_fn
-        self._gathers: list[_ParamGather] | None = None
+        if batched_ns and ns_fn is not None:
+            raise ValueError("batched_ns=True has no use for ns_fn, which takes one matrix.")
+        if max_inflight_bytes < 1:
+            raise ValueError(f"max_inflight_bytes={max_inflight_bytes}, expected at least 1.")
+        self._wire_dtype, self._ns_fn, self._matrix_split = wire_dtype, ns_fn, matrix_split
+        self._max_inflight_bytes, self._batched_ns = max_inflight_bytes, batched_ns
+        self._gathers: list[ParamGather] | None = None
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -119,7 +131,7 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and plan anew; collective once the optimizer is constructed."""
-        for option in ("wire_dtype", "ns_fn"):
+        for option in OWN_OPTIONS:
             if option in param_group:
                 raise ValueError(
                     f"{option} is one choice for all groups; pass it to Muon(), not in a group."
@@ -128,6 +140,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         try:  # only now are the parameters a list, and the names beside it
             check_params(self.param_groups[-1], len(self.param_groups) - 1)
+            self._blocks_of(self.param_groups[-1])
         except Exception:  # whatever it was: the optimizer stays as it has been
             self.param_groups.pop()
             raise
@@ -151,7 +164,7 @@ class Muon(Optimizer):
                 check_grad(group, index, i)
                 options[param] = group
         for gather in gathers:
-            gather.step(self, options)
+            gather.step(options, self._momentum)
             for param in gather.params:
                 del options[param]
         for param, group in options.items():  # this rank holds all of these
@@ -180,26 +193,44 @@ class Muon(Optimizer):
                 check_same_layout(self._momentum(param), BUFFER, group, index, i)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_wire_dtype": self._wire_dtype, "_ns_fn": self._ns_fn}
+        own = {f"_{option}": getattr(self, f"_{option}") for option in OWN_OPTIONS}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_gathers", None)  # a copy plans on first use
 
-    def _planned(self) -> list["_ParamGather"]:
+    def _planned(self) -> list[ParamGather]:
         if self._gathers is None:
             self._replan()
         return self._gathers
 
     def _replan(self) -> None:
-        cuts: dict[Any, list[tuple[torch.Tensor, Cut, int]]] = {}
+        cuts: dict[Any, list[Member]] = {}
+        self._blocks: dict[torch.Tensor, tuple[RowBlock, ...]] = {}
         for index, group in enumerate(self.param_groups):
+            self._blocks |= self._blocks_of(group)
             for i, param in enumerate(group["params"]):
                 cut = read_cut(param, label_of(group, index, i)) if param.numel() else None
                 if cut is not None:
-                    cuts.setdefault(cut.group, []).append((param, cut, group["ns_steps"]))
-        self._gathers = [_ParamGather(members, self._wire_dtype) for members in cuts.values()]
+                    member = Member(param, cut, self._blocks[param], group["ns_steps"])
+                    cuts.setdefault((cut.group, cut.replica_group), []).append(member)
+        self._gathers = [
+            ParamGather(members, self._solver, self._max_inflight_bytes)
+            for members in cuts.values()
+        ]
+
+    def _blocks_of(self, group: Mapping[str, Any]) -> dict[torch.Tensor, tuple[RowBlock, ...]]:
+        """Return the matrices of each parameter of a group."""
+        split, names = self._matrix_split, group.get("param_names")
+        if split is not None and names is None:
+            raise ValueError(
+                "matrix_split goes by names, but a group has none; pass named parameters, such as "
+                "[(fqn, parameter), ...]."
+            )
+        names = names or [None] * len(group["params"])
+        pairs = zip(group["params"], names, strict=True)
+        return {param: row_blocks(param.shape, split, name) for param, name in pairs}
 
     def _momentum(self, param: torch.Tensor) -> torch.Tensor:
         state = self.state[param]
@@ -210,95 +241,25 @@ class Muon(Optimizer):
             ).detach()
         return state[BUFFER]
 
-    def _mix(self, param: torch.Tensor, group: Mapping[str, Any], *, keep: bool) -> torch.Tensor:
-        """Return the matrix to orthogonalize, shaped like the local shard; may be the momentum.
-
-        ``keep`` stores the new momentum. A missing gradient counts as zeros.
-        """
-        buffer = _local(self._momentum(param))
-        if param.grad is None:
-            grad = torch.zeros_like(buffer)
-        else:
-            grad = _local(param.grad).to(buffer.dtype)
-        weight = 1 - group["momentum"]
-        mixed = buffer.lerp_(grad, weight) if keep else buffer.lerp(grad, weight)
-        return grad.lerp(mixed, group["momentum"]) if group["nesterov"] else mixed
-
-    def _orthogonalize(self, matrix: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-        ns_fn = self._ns_fn or newton_schulz
-        result = ns_fn(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        if result.shape != matrix.shape:
-            raise ValueError(
-                f"ns_fn returned shape {tuple(result.shape)} for a matrix of shape "
-                f"{tuple(matrix.shape)}; it must return the same shape."
-            )
-        return result.to(self._wire_dtype)
+    @property
+    def _solver(self) -> Solver:
+        return Solver(self._wire_dtype, self._batched_ns, self._ns_fn)
 
     def _update_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
         # Views: the local part of a ragged tensor is flat even over one rank. Strides as in torch.
-        weights = _local(param).view(param.shape)
-        matrix = self._mix(param, group, keep=True).view(param.shape).to(self._wire_dtype)
-        update = self._orthogonalize(matrix, group)
-        decay, alpha = scales(param, group)
-        weights.mul_(decay)
-        weights.add_(narrow(update, weights), alpha=alpha)
+        weights = local_of(param).view(param.shape)
+        grad = local_of(param.grad)
+        mixed = mix(local_of(self._momentum(param)), grad, group).view(param.shape)
+        blocks = self._blocks[param]
+        matrices = [_rows_of(mixed, block).to(self._wire_dtype) for block in blocks]
+        updates = self._solver(matrices, [group] * len(blocks))
+        for block, update in zip(blocks, updates, strict=True):
+            rows = _rows_of(weights, block)
+            decay, alpha = scales(block.shape, group)
+            rows.mul_(decay)
+            rows.add_(narrow(update, rows), alpha=alpha)
 
 
-class _ParamGather:
-    """The cut parameters of one process group, and the exchange of their matrices."""
-
-    def __init__(
-        self, members: list[tuple[torch.Tensor, Cut, int]], wire_dtype: torch.dtype
-    ) -> None:
-        self.params = [param for param, _, _ in members]
-        first = members[0][1]
-        self._starts = []
-        matrices = []
-        for param, cut, ns_steps in members:
-            before, _ = locate(cut.runs, first.group.rank())
-            self._starts.append(before)
-            matrices.append(Matrix(*param.shape, tuple(_pieces(cut)), ns_steps))
-        plan = plan_roots(matrices, first.group.size())
-        description = f"{wire_dtype} on the wire\n{plan.describe()}"
-        agree(first.group, first.device, "plan Muon's exchange", description)
-        self.exchange = OwnerGather(plan, first.group, dtype=wire_dtype, device=first.device)
-
-    def step(self, muon: Muon, options: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        def pack(index: int, out: torch.Tensor) -> bool:
-            param = self.params[index]
-            wanted = param.grad is not None
-            # Without a gradient here this is a guess: the momentum is kept only once the answer
-            # shows that another rank has one.
-            mixed = muon._mix(param, options[param], keep=wanted)
-            out.copy_(mixed.reshape(-1))
-            return wanted
-
-        def solve(index: int, flat: torch.Tensor) -> torch.Tensor:
-            param = self.params[index]
-            return muon._orthogonalize(flat.view(param.shape), options[param])
-
-        def unpack(index: int, piece: torch.Tensor) -> None:
-            param = self.params[index]
-            if param.grad is None:
-                muon._mix(param, options[param], keep=True)
-            local = _local(param)
-            decay, alpha = scales(param, options[param])
-            local.mul_(decay)
-            update = narrow(piece, local).to(local.device).view(local.shape)
-            add_as_whole(local, update, alpha, self._starts[index], param.shape)
-
-        self.exchange.run(pack, solve, unpack)
-
-
-def _pieces(cut: Cut) -> Iterator[Piece]:
-    """Yield what each rank holds, without the ranks that hold nothing."""
-    rank = start = 0
-    for numel, ranks in cut.runs:
-        if numel:
-            for index in range(ranks):
-                yield Piece(rank + index, start + index * numel, numel)
-        rank, start = rank + ranks, start + ranks * numel
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _rows_of(whole: torch.Tensor, block: RowBlock) -> torch.Tensor:
+    matrix = whole[block.expert] if whole.ndim == 3 else whole
+    return matrix.narrow(0, block.first, block.rows)

@@ -63,16 +63,25 @@ class Matrix:
 
 @dataclass(frozen=True)
 class RootPlan:
-    """Which rank is the root of each matrix, and what that choice costs."""
+    """Which rank is the root of each matrix, and what that choice costs.
+
+    ``replicas`` groups of ``world_size`` ranks hold the same pieces. A root counts all of them:
+    ``roots[i]`` is ``replica * world_size + rank``. Lists of costs have one entry for each.
+    """
 
     matrices: tuple[Matrix, ...]
     roots: tuple[int, ...]
     world_size: int
+    replicas: int = 1
+
+    def home(self, index: int) -> tuple[int, int]:
+        """Return (replica, rank) of the root of matrix ``index``."""
+        return divmod(self.roots[index], self.world_size)
 
     @cached_property
     def loads(self) -> tuple[int, ...]:
         """FLOPs of Newton-Schulz on each rank."""
-        loads = [0] * self.world_size
+        loads = [0] * (self.replicas * self.world_size)
         for matrix, root in zip(self.matrices, self.roots, strict=True):
             loads[root] += matrix.cost
         return tuple(loads)
@@ -80,15 +89,20 @@ class RootPlan:
     @property
     def imbalance(self) -> float:
         """Largest load over mean load: 1.0 is perfect."""
-        return max(self.loads) * self.world_size / max(sum(self.loads), 1)
+        return max(self.loads) * len(self.loads) / max(sum(self.loads), 1)
 
     @cached_property
     def received(self) -> tuple[int, ...]:
         """Elements that each rank receives as a root, one way."""
-        received = [0] * self.world_size
-        for matrix, root in zip(self.matrices, self.roots, strict=True):
-            received[root] += sum(piece.numel for piece in matrix.pieces if piece.rank != root)
+        received = [0] * (self.replicas * self.world_size)
+        for index, root in enumerate(self.roots):
+            received[root] += self.moved(index)
         return tuple(received)
+
+    def moved(self, index: int) -> int:
+        """Return how many elements of matrix ``index`` travel to its root."""
+        _, rank = self.home(index)
+        return _away(self.matrices[index], rank)
 
     @property
     def moved_numel(self) -> int:
@@ -96,26 +110,23 @@ class RootPlan:
         return sum(self.received)
 
     @property
-    def moved_pieces(self) -> int:
-        """Pieces that travel to a root; each brings one flag."""
-        return sum(
-            piece.rank != root
-            for matrix, root in zip(self.matrices, self.roots, strict=True)
-            for piece in matrix.pieces
-        )
+    def shared_numel(self) -> int:
+        """Elements of results that travel to other replicas, all ranks summed."""
+        return (self.replicas - 1) * sum(matrix.numel for matrix in self.matrices)
 
     def sent_nbytes(self, itemsize: int) -> int:
-        """Return the bytes of one exchange, all ranks summed: pieces and flags, both ways."""
-        return 2 * itemsize * (self.moved_numel + self.moved_pieces)
+        """Return the bytes of one exchange, all ranks summed: there, back, and to replicas."""
+        return itemsize * (2 * self.moved_numel + self.shared_numel)
 
     @property
     def is_local(self) -> bool:
-        """True when every root already holds its whole matrix: nothing has to travel."""
+        """True when every root already holds its whole matrix: nothing has to be gathered."""
         return all(matrix.holder is not None for matrix in self.matrices)
 
     def describe(self) -> str:
         """Return one line for each matrix; equal plans, and only these, have equal texts."""
-        lines = [f"{len(self.matrices)} matrices on {self.world_size} ranks"]
+        ranks = f"{self.replicas} times {self.world_size} ranks"
+        lines = [f"{len(self.matrices)} matrices on {ranks}"]
         for index, (matrix, root) in enumerate(zip(self.matrices, self.roots, strict=True)):
             pieces = ", ".join(f"({p.rank}, {p.start}, {p.numel})" for p in matrix.pieces)
             lines.append(
@@ -125,39 +136,53 @@ class RootPlan:
         return "\n".join(lines)
 
 
-def plan_roots(matrices: Sequence[Matrix], world_size: int) -> RootPlan:
+def plan_roots(matrices: Sequence[Matrix], world_size: int, replicas: int = 1) -> RootPlan:
     """Return roots that balance the FLOPs of all ``matrices``, and move little where that is free.
 
-    A whole matrix stays where it is. The others are placed from the costliest to the cheapest
-    (LPT list scheduling), each on the least loaded rank, or, among its holders that tie with that
-    rank within 1% of the mean load, on the one that holds most of it. Remaining ties: elements
-    received so far, then the lower rank; the order of ``matrices`` decides between equal costs.
+    A whole matrix stays where it is, on one of the replicas. The others are placed from the
+    costliest to the cheapest (LPT list scheduling), each on the least loaded rank, or, among its
+    holders that tie with that rank within 1% of the mean load, on the one that holds most of it.
+    Remaining ties: elements received so far, then the lower rank; the order of ``matrices`` decides
+    between equal costs.
 
     The largest load is at most the mean plus the largest cost, unless whole matrices exceed it.
     """
-    loads, received = [0] * world_size, [0] * world_size
+    ranks = world_size * replicas
+    loads, received = [0] * ranks, [0] * ranks
     roots = [-1] * len(matrices)
-    mean = sum(matrix.cost for matrix in matrices) // world_size
-    heap = [(0, 0, rank) for rank in range(world_size)]
+    mean = sum(matrix.cost for matrix in matrices) // ranks
+    heap = [(0, 0, rank) for rank in range(ranks)]
 
     def assign(index: int, root: int) -> None:
         matrix = matrices[index]
         roots[index] = root
         loads[root] += matrix.cost
-        received[root] += sum(piece.numel for piece in matrix.pieces if piece.rank != root)
+        received[root] += _away(matrix, root % world_size)
         heapq.heappush(heap, (loads[root], received[root], root))
 
-    for index, matrix in enumerate(matrices):
-        if matrix.holder is not None:
-            assign(index, matrix.holder)
+    order = sorted(range(len(matrices)), key=lambda index: (-matrices[index].cost, index))
+    for index in order:
+        holder = matrices[index].holder
+        if holder is not None:
+            assign(index, min(range(holder, ranks, world_size), key=lambda r: (loads[r], r)))
 
-    cut = [index for index, matrix in enumerate(matrices) if matrix.holder is None]
-    for index in sorted(cut, key=lambda index: (-matrices[index].cost, index)):
+    for index in order:
+        if matrices[index].holder is not None:
+            continue
         while heap[0][:2] != (loads[heap[0][2]], received[heap[0][2]]):
             heapq.heappop(heap)  # an entry from before its rank got more work
         least_load, _, least = heap[0]
         limit = min(least_load + mean * _TIE_PERCENT // 100, mean)
-        ties = [piece for piece in matrices[index].pieces if loads[piece.rank] <= limit]
-        best = max(ties, key=lambda p: (p.numel, -received[p.rank], -p.rank), default=None)
-        assign(index, least if best is None else best.rank)
-    return RootPlan(tuple(matrices), tuple(roots), world_size)
+        ties = [
+            (piece.numel, -received[root], -root)
+            for piece in matrices[index].pieces
+            for root in range(piece.rank, ranks, world_size)
+            if loads[root] <= limit
+        ]
+        best = max(ties, default=None)
+        assign(index, least if best is None else -best[2])
+    return RootPlan(tuple(matrices), tuple(roots), world_size, replicas)
+
+
+def _away(matrix: Matrix, rank: int) -> int:
+    return sum(piece.numel for piece in matrix.pieces if piece.rank != rank)

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 _VECTOR_NUMEL = 64
 
 
-def scales(param: torch.Tensor, group: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the factor of the weights and the one of the update, rounded as torch rounds them."""
+def scales(shape: tuple[int, int], group: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the factor of the weights and the one of the update, rounded as torch rounds them.
+
+    ``shape`` is that of the matrix which is orthogonalized.
+    """
     lr = group["lr"]
     if isinstance(lr, torch.Tensor):
         lr = lr.squeeze()  # stays a tensor, so that products round in its dtype
-    rows, cols = param.shape
+    rows, cols = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         ratio = 0.2 * math.sqrt(max(rows, cols))
     else:
@@ -31,7 +34,7 @@ def narrow(update: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def add_as_whole(
-    local: torch.Tensor, update: torch.Tensor, alpha: Any, start: int, shape: torch.Size
+    local: torch.Tensor, update: torch.Tensor, alpha: Any, start: int, shape: tuple[int, int]
 ) -> None:
     """Add ``alpha * update`` in place, with the bits that torch gives to the whole matrix.
 

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon's step for the cut parameters of one process group."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vescale.dtensor.runs import locate
+from vescale.fsdp._torch_compat import all_gather_flat
+from vescale.fsdp.agreement import agree
+from vescale.fsdp.optim.blocks import RowBlock, block_pieces
+from vescale.fsdp.optim.cuts import Cut, local_of
+from vescale.fsdp.optim.exchange import OwnerGather
+from vescale.fsdp.optim.roots import Matrix, plan_roots
+from vescale.fsdp.optim.solver import Solver
+from vescale.fsdp.optim.update import add_as_whole, narrow, scales
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    param: torch.Tensor
+    cut: Cut
+    blocks: tuple[RowBlock, ...]
+    ns_steps: int
+
+
+class ParamGather:
+    """The cut parameters of one process group, and the exchange of their matrices."""
+
+    def __init__(
+        self,
+        members: list[Member],
+        solver: Solver,
+        max_inflight_bytes: int,
+    ) -> None:
+        first = members[0].cut
+        self._solver = solver
+        self.params = [member.param for member in members]
+        self.group, self.device = first.group, first.device
+        # For each matrix: the parameter's place, the matrix in it, where the local part begins.
+        self.places: list[tuple[int, RowBlock, int]] = []
+        matrices = []
+        for number, member in enumerate(members):
+            before, _ = locate(member.cut.runs, first.group.rank())
+            pieces = block_pieces(member.blocks, member.cut.runs)
+            for block, mine in zip(member.blocks, pieces, strict=True):
+                self.places.append((number, block, before))
+                matrices.append(Matrix(*block.shape, mine, member.ns_steps))
+        replicas = first.replica_group.size() if first.replica_group is not None else 1
+        plan = plan_roots(matrices, first.group.size(), replicas)
+        groups = [first.group] + ([first.replica_group] if replicas > 1 else [])
+        sizes = f"{solver.wire_dtype} on the wire, {max_inflight_bytes} bytes in flight"
+        agree(groups, first.device, "plan Muon's exchange", f"{sizes}\n{plan.describe()}")
+        self.exchange = OwnerGather(
+            plan,
+            first.group,
+            dtype=solver.wire_dtype,
+            device=first.device,
+            replica_group=first.replica_group,
+            max_nbytes=max_inflight_bytes * 2 // 3,
+            batched=solver.batched,
+        )
+
+    def step(
+        self,
+        options: Mapping[torch.Tensor, Mapping[str, Any]],
+        momentum_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Update all parameters and momenta; ``options`` are the parameters' groups."""
+        locals_ = [_Local(param, momentum_of(param)) for param in self.params]
+
+        def pack(index: int, out: torch.Tensor | None) -> None:
+            number, piece = self._piece(index)
+            mixed = locals_[number].mix(piece, options[self.params[number]])
+            if out is not None:
+                out.copy_(mixed)
+
+        def solve(indices: Sequence[int], flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            places = [self.places[index] for index in indices]
+            pairs = zip(flats, places, strict=True)
+            matrices = [flat.view(block.shape) for flat, (_, block, _) in pairs]
+            groups = [options[self.params[number]] for number, _, _ in places]
+            return self._solver(matrices, groups)
+
+        def unpack(index: int, update: torch.Tensor) -> None:
+            number, piece = self._piece(index)
+            block = self.places[index][1]
+            weights = locals_[number].weights.narrow(0, *piece)
+            decay, alpha = scales(block.shape, options[self.params[number]])
+            weights.mul_(decay)
+            update = narrow(update, weights).to(weights.device)
+            start = self.exchange.own[index].start
+            add_as_whole(weights, update, alpha, start, block.shape)
+
+        self.exchange.run(self._wanted(), pack, solve, unpack)
+        for local in locals_:
+            local.store()
+
+    def _piece(self, index: int) -> tuple[int, tuple[int, int]]:
+        """Return the parameter's place, and (start, numel) of a matrix in its local memory."""
+        number, block, before = self.places[index]
+        own = self.exchange.own[index]
+        return number, (block.start + own.start - before, own.numel)
+
+    def _wanted(self) -> list[bool]:
+        """Tell which matrices have a gradient on one of their holders; collective if any is cut."""
+        plan = self.exchange.plan
+        mine = [param.grad is not None for param in self.params]
+        if plan.is_local:
+            return [mine[number] for number, _, _ in self.places]
+        flags = torch.tensor(mine, dtype=torch.uint8, device=self.device)
+        everyone = flags.new_empty(plan.world_size * len(mine))
+        all_gather_flat(everyone, flags, group=self.group)
+        table = everyone.view(plan.world_size, len(mine)).tolist()
+        return [
+            any(table[piece.rank][number] for piece in matrix.pieces)
+            for matrix, (number, _, _) in zip(plan.matrices, self.places, strict=True)
+        ]
+
+
+class _Local:
+    """Flat views of a parameter, its momentum and its gradient on this rank.
+
+    Copies where memory is not contiguous; ``store`` writes these back.
+    """
+
+    def __init__(self, param: torch.Tensor, momentum: torch.Tensor) -> None:
+        self._parts = (local_of(param), local_of(momentum))
+        self.weights, self._momentum = (part.contiguous().view(-1) for part in self._parts)
+        self._grad = None if param.grad is None else local_of(param.grad).reshape(-1)
+
+    def mix(self, piece: tuple[int, int], group: Mapping[str, Any]) -> torch.Tensor:
+        """Update the momentum of a piece; return what to orthogonalize, flat."""
+        momentum = self._momentum.narrow(0, *piece)
+        if self._grad is None:  # another rank has one
+            return mix(momentum, torch.zeros_like(momentum), group)
+        return mix(momentum, self._grad.narrow(0, *piece), group)
+
+    def store(self) -> None:
+        for part, flat in zip(self._parts, (self.weights, self._momentum), strict=True):
+            if not part.is_contiguous():
+                part.copy_(flat.view(part.shape))
+
+
+def mix(momentum: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """Update ``momentum`` in place; return the matrix to orthogonalize, which may be it."""
+    grad = grad.to(momentum.dtype)
+    momentum.lerp_(grad, 1 - group["momentum"])
+    return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
