@@ -12,20 +12,16 @@ milliseconds of CPU for the slowest unit: one buffer, and the default with all i
 """
 
 import argparse
-import json
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from vescale.fsdp import lanes, planner
 from vescale.fsdp.granularity import Block, Elements
 from vescale.fsdp.lanes import LanePlan, plan_lanes
 from vescale.fsdp.planner import Request, plan
+from vescale.fsdp.simulate.shapes import Unit, shipped, shipped_units
 
-SHAPES = Path(__file__).parent / "model_shapes"
 ALIGN = 8  # elements of bfloat16 in 16 bytes
 SINGLE_MS, LANES_MS = 50, 300  # targets of time, for one unit
 
@@ -68,15 +64,6 @@ ELEMENT_WISE = 0.026  # % of one layer, every model, up to 10240 ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One group of parameters and how many of it the model has: names and shapes in order."""
-
-    name: str
-    count: int
-    params: tuple[tuple[str, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Cell:
     """Padding in % of one buffer, of lanes, and of the default; its lanes; ms of CPU."""
 
@@ -91,31 +78,6 @@ class Cell:
     def most(cells: "list[Cell]") -> "Cell":
         """Return the most of each value."""
         return Cell(*(max(getattr(cell, name) for cell in cells) for name in Cell.__slots__))
-
-
-def models() -> list[str]:
-    """Return the names of the shape files, sorted."""
-    return sorted(path.stem for path in SHAPES.glob("*.json"))
-
-
-@cache
-def units(model: str) -> tuple[Unit, ...]:
-    """Return the units of a model with all repeated parameters written out."""
-    data = json.loads((SHAPES / f"{model}.json").read_text())
-    return tuple(
-        Unit(unit["unit"], unit["count"], tuple(_expand(unit["params"]))) for unit in data["units"]
-    )
-
-
-def _expand(entries: list) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for entry in entries:
-        if isinstance(entry, dict):
-            for number in range(entry["repeat"]):
-                prefix = entry["name"].format(i=number)
-                for suffix, shape in entry["params"]:
-                    yield prefix + suffix, tuple(shape)
-        else:
-            yield entry[0], tuple(entry[1])
 
 
 def requests(unit: Unit, rows: int, *, only: str = "") -> list[Request]:
@@ -154,7 +116,7 @@ def whole_model(model: str, rows: int, world_size: int) -> Cell:
     """Return the padding in % of the model, and the most lanes and time of a unit."""
     numel = 0
     totals, times = [0, 0, 0], []
-    for unit in units(model):
+    for unit in shipped_units(model):
         tensors = requests(unit, rows)
         single, least, default, cell = shards(tensors, world_size)
         numel += unit.count * sum(tensor.numel for tensor in tensors)
@@ -170,7 +132,7 @@ def one_layer(
     model: str, rows: int, worlds: tuple[int, ...], *, only: str = "mlp", layer: str = "layer"
 ) -> Cell:
     """Return the most padding over ``worlds`` in % of a layer, and the most lanes and time."""
-    tensors = requests(next(u for u in units(model) if u.name == layer), rows, only=only)
+    tensors = requests(next(u for u in shipped_units(model) if u.name == layer), rows, only=only)
     numel = sum(tensor.numel for tensor in tensors)
     cells = []
     for world_size in worlds:
@@ -234,7 +196,7 @@ def main() -> int:
         if model.startswith(prefixes):
             report.row(f"{model} {rows}", one_layer(model, rows, LAYER_WORLDS), pair, digits=3)
     report.title("One layer, most padding in % up to 10240 ranks, cut at any element")
-    for model in models():
+    for model in shipped():
         if model.startswith(prefixes):
             cell = one_layer(model, 0, (*LAYER_WORLDS, 10240))
             report.row(model, cell, (ELEMENT_WISE, ELEMENT_WISE), digits=3)

@@ -34,7 +34,6 @@ from pathlib import Path
 import torch
 import torch._dynamo  # loaded once a process, by a wrap or an optimizer: no part of what grows
 import torch.distributed as dist
-from benchmarks.planner import Unit, units
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
@@ -43,6 +42,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from testing.growth import count_calls, longest_container, roots_of
 from vescale.fsdp import Block, fully_shard
 from vescale.fsdp.module import param_groups
+from vescale.fsdp.simulate.shapes import Unit, shipped_units
 
 WORLDS = (8, 64, 1024, 10240)
 WRAPPED = "gpt-oss-120b"
@@ -78,7 +78,7 @@ class Part(nn.Module):
 def build(model: str, *, shrink: int = 1, device: str = "cpu") -> nn.Sequential:
     """Return one ``Part`` per unit of the published ``model``, in order."""
     return nn.Sequential(
-        *(Part(unit, shrink, device) for unit in units(model) for _ in range(unit.count))
+        *(Part(unit, shrink, device) for unit in shipped_units(model) for _ in range(unit.count))
     )
 
 

@@ -48,6 +48,7 @@ FORBIDDEN = {
     f"{FSDP}/sharded_group.py": PARAMETERS,
     f"{FSDP}/unit.py": ENTRY,
     f"{FSDP}/optim": MODULES,
+    f"{FSDP}/simulate": PARAMETERS,
 }
 # Integers only: these import the standard library and each other, so that a layout question is
 # answered without ranks, and one day without torch.

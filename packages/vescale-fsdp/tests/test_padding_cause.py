@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from benchmarks.planner import requests, units
+from benchmarks.planner import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vescale.fsdp.lanes import plan_lanes
 from vescale.fsdp.padding_cause import padding_causes
 from vescale.fsdp.planner import Request, plan
+from vescale.fsdp.simulate.shapes import shipped_units
 
 requests_lists = st.lists(
     st.builds(Request, st.just("w"), st.integers(0, 60), st.integers(1, 70)), max_size=6
@@ -46,7 +47,7 @@ def test_each_lane_has_its_own_cause():
 
 
 def test_the_matrix_of_a_real_layer_that_no_planner_can_help_is_named():
-    layer = next(unit for unit in units("llama3-70b") if unit.name == "layer")
+    layer = next(unit for unit in shipped_units("llama3-70b") if unit.name == "layer")
     p = plan(requests(layer, 32), 1024, align=8)
     assert p.padding > 1
     (cause,) = padding_causes(p)

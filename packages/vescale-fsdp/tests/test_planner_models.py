@@ -8,10 +8,8 @@ from benchmarks.planner import (
     LAYER_WORLDS,
     WHOLE_MODEL,
     WORLDS,
-    models,
     one_layer,
     requests,
-    units,
     whole_model,
 )
 
@@ -20,6 +18,7 @@ from vescale.fsdp.lanes import plan_lanes
 from vescale.fsdp.packing import Group, order_fits
 from vescale.fsdp.planner import Request, plan, validate_plan
 from vescale.fsdp.shard_search import common_multiple, improve, lower_bound, three_orders
+from vescale.fsdp.simulate.shapes import shipped, shipped_units
 
 # Of LAYER_WORLDS, those with the most padding; benchmarks/planner.py tries all.
 HARD_WORLDS = (48, 512, 768, 1024)
@@ -42,23 +41,23 @@ def test_layers_with_blocks_on_experts_only_meet_the_targets(model, rows):
     assert cell.lanes <= lanes + 0.001
 
 
-@pytest.mark.parametrize("model", models())
+@pytest.mark.parametrize("model", shipped())
 def test_cuts_at_any_element_cost_next_to_nothing_in_one_buffer(model):
     cell = one_layer(model, 0, (*LAYER_WORLDS, 10240))
     assert cell.single <= ELEMENT_WISE
     assert cell.count == 1
 
 
-@pytest.mark.parametrize("model", models())
+@pytest.mark.parametrize("model", shipped())
 def test_one_row_costs_next_to_nothing_in_lanes(model):
     for world_size in (64, 256, 1024):
         assert whole_model(model, 1, world_size).lanes <= 1.1
 
 
 @pytest.mark.parametrize("world_size", [6, 64, 1024])
-@pytest.mark.parametrize("model", models())
+@pytest.mark.parametrize("model", shipped())
 def test_no_order_alone_is_better(model, world_size):
-    for unit in units(model):
+    for unit in shipped_units(model):
         tensors = requests(unit, 128, only="mlp")
         shard = plan(tensors, world_size, align=8).shard_numel
         sizes = [(tensor.numel, min(tensor.block, tensor.numel)) for tensor in tensors]
@@ -73,7 +72,7 @@ def test_no_order_alone_is_better(model, world_size):
 
 
 def test_an_odd_number_of_ranks_costs_no_more_than_alignment():
-    layer = next(unit for unit in units("llama3-8b") if unit.name == "layer")
+    layer = next(unit for unit in shipped_units("llama3-8b") if unit.name == "layer")
     for world_size in (3, 5, 7, 11, 13):
         p = plan(requests(layer, 1), world_size, align=8)
         assert p.shard_numel % 8 == 0
@@ -81,7 +80,7 @@ def test_an_odd_number_of_ranks_costs_no_more_than_alignment():
 
 
 def test_experts_of_one_model_hold_more_elements_than_32_bits_count():
-    layer = next(unit for unit in units("deepseek-v3-671b-fused") if unit.name == "layer")
+    layer = next(unit for unit in shipped_units("deepseek-v3-671b-fused") if unit.name == "layer")
     assert plan(requests(layer, 128), 64, align=8).buffer_numel > 2**33
 
 
@@ -120,7 +119,7 @@ def test_a_padded_stride_gives_each_fused_expert_tiles_of_its_own():
 @pytest.mark.parametrize("world_size", [64, 256])
 def test_no_tile_of_a_real_layer_is_cut_in_lanes(world_size):
     for model in ("gpt-oss-120b", "qwen3-30b-a3b-unfused"):
-        layer = next(unit for unit in units(model) if unit.name == "layer")
+        layer = next(unit for unit in shipped_units(model) if unit.name == "layer")
         p = plan_lanes(requests(layer, 128), world_size, align=8, lanes=3)
         validate_plan(p)
         assert len(p.lanes) == 3
