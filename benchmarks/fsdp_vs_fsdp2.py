@@ -17,8 +17,8 @@ CPU time of all threads of all ranks scatters less, and shows no waiting.
 
 Everything else is counted in one more step, memory without the optimizer. Bytes are in parts of
 the parameters'; copies, operators and allocations are those of the step less those of the same
-model unwrapped. With ``--gpu`` one GPU pretends to be one of 64, by a process group that does not
-communicate.
+model unwrapped. Saved tensors that pass hooks are no operators and counted apart. With ``--gpu``
+one GPU pretends to be one of 64, by a process group that does not communicate.
 """
 
 import argparse
@@ -199,6 +199,7 @@ def _seen(
     around_gradient = side.backward.copied - plain.backward.copied
     payload = side.forward.payload + side.backward.payload
     operators = side.forward.operators + side.backward.operators
+    detached = side.forward.detached + side.backward.detached
     passes = 2 * (len(build_units(side.model)) or 1)
     differences = (abs(a - b) / b for a, b in zip(side.losses, fsdp2.losses, strict=True))
     return {
@@ -210,6 +211,7 @@ def _seen(
         "copied in forward": round(around_gather / compute, 3),
         "copied in backward": round(around_gradient / compute, 3),
         "operators added": operators - plain.forward.operators - plain.backward.operators,
+        "saved tensors handed back": detached - plain.forward.detached - plain.backward.detached,
         "large allocations added per unit and pass": round(
             (side.allocations - plain.allocations) / passes, 2
         ),

@@ -30,6 +30,24 @@ def test_storage_references_count_every_view():
     assert compat.storage_references(x) == before
 
 
+def test_foreach_functions_write_in_place_and_cast():
+    views, parts = [torch.zeros(3), torch.zeros(2, 2)], [torch.ones(3), torch.ones(2, 2)]
+    parts[1] = parts[1].to(torch.bfloat16).t()
+    compat.foreach_copy_(views, parts)
+    compat.foreach_add_(views, parts)
+    assert views[0].tolist() == [2, 2, 2]
+    assert views[1].tolist() == [[2, 2], [2, 2]]
+    compat.foreach_zero_(views)
+    assert views[0].tolist() == [0, 0, 0]
+
+
+def test_profiler_runs_while_one_does():
+    assert not compat.profiler_runs()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert compat.profiler_runs()
+    assert not compat.profiler_runs()
+
+
 def test_is_newest_tells_an_output_from_an_input():
     seen = []
     with torch.autograd.graph.saved_tensors_hooks(

@@ -123,11 +123,18 @@ def gradient_hooks(param: torch.Tensor) -> list[Callable]:
 # Checked on 2.13: (tensors, ord, dtype) -> list of norms; (tensors, scalar tensor) in place.
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
+# In place, with a cast where dtypes differ: (tensors, tensors of the same shapes); (tensors).
+foreach_copy_, foreach_zero_ = torch._foreach_copy_, torch._foreach_zero_
 # And (tensors, number) or (tensors, tensors); without the underscore they return new tensors.
 foreach_add_ = torch._foreach_add_
 foreach_sub, foreach_sub_ = torch._foreach_sub, torch._foreach_sub_
 foreach_mul, foreach_sqrt = torch._foreach_mul, torch._foreach_sqrt
 foreach_div, foreach_div_ = torch._foreach_div, torch._foreach_div_
+
+
+def profiler_runs() -> bool:
+    """Tell whether torch's profiler records ranges now, or hands them to NVTX or ITT."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 def flatten_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -24,6 +24,7 @@ from vescale.fsdp.offload import check_home, host_copies
 from vescale.fsdp.packed import Packing
 from vescale.fsdp.param_group import ParamGroup, State, Taker
 from vescale.fsdp.planner import Plan, Request
+from vescale.fsdp.ranges import profiled
 from vescale.fsdp.saved_tensors import Watch
 
 METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -188,7 +189,7 @@ class ExtensionGroup(ParamGroup):
             elif error is not None:
                 raise error
             self.weights.shard = self._packing.pack(inputs)
-        with torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"):
+        with profiled("gather", self.name):
             self.weights.all_gather()
         self.state = State.GATHERING
 

@@ -6,12 +6,44 @@ sends zeros. Behind each rank's part travels one flag per tensor of the group, 1
 had a gradient, so that after the one reduction every rank alike knows whether any rank had one.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 
+from vescale.fsdp._torch_compat import foreach_add_, foreach_copy_, foreach_zero_
 from vescale.fsdp.collectives import Collectives, Pending
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.lanes import AnyPlan
+
+
+class _Place:
+    """Where a gradient of ``shape`` goes: ``pieces`` [n] or [ranks, n] of the buffer, in order."""
+
+    def __init__(self, pieces: list[torch.Tensor], shape: torch.Size) -> None:
+        row = math.prod(shape[1:])
+        self._sizes: list[int] | None = None
+        self._flat = False
+        if len(pieces) == 1 and pieces[0].is_contiguous():
+            self._views = [pieces[0].view(shape)]
+        elif row and all(piece.ndim == 1 and piece.numel() % row == 0 for piece in pieces):
+            self._views = [piece.view(-1, *shape[1:]) for piece in pieces]
+            self._sizes = [len(view) for view in self._views]
+        else:
+            self._views, self._flat = pieces, True
+            self._sizes = [piece.numel() for piece in pieces]
+
+    def write(self, grad: torch.Tensor, *, add: bool) -> None:
+        """Copy ``grad``, or ``add`` it to what is there."""
+        if self._sizes is None:
+            self._views[0].add_(grad) if add else self._views[0].copy_(grad)
+            return
+        parts = (grad.reshape(-1) if self._flat else grad).split(self._sizes)
+        if self._flat:
+            pairs = zip(parts, self._views, strict=True)
+            parts = [part if view.ndim == 1 else part.view(view.shape) for part, view in pairs]
+        if self._views:
+            (foreach_add_ if add else foreach_copy_)(self._views, parts)
 
 
 class GradientBuffer:
@@ -36,6 +68,7 @@ class GradientBuffer:
             collectives=collectives,
         )
         self._pieces: list[list[torch.Tensor]] | None = None
+        self._places: dict[int, _Place] = {}
         self._work: Pending | None = None
         self.dtype = dtype
         self.written: set[int] = set()
@@ -50,17 +83,10 @@ class GradientBuffer:
         with torch.no_grad():
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
-            pieces = self._pieces[index]
-            add = index in self.written
-            if len(pieces) == 1 and pieces[0].is_contiguous():
-                if pieces[0].shape != grad.shape:
-                    pieces[0] = pieces[0].view(grad.shape)
-                pieces[0].add_(grad) if add else pieces[0].copy_(grad)
-            else:
-                parts = grad.reshape(-1).split([piece.numel() for piece in pieces])
-                for piece, part in zip(pieces, parts, strict=True):
-                    part = part.view(piece.shape)
-                    piece.add_(part) if add else piece.copy_(part)
+            place = self._places.get(index)
+            if place is None:
+                place = self._places[index] = _Place(self._pieces[index], grad.shape)
+            place.write(grad, add=index in self.written)
         self.written.add(index)
 
     def _allocate(self) -> None:
@@ -73,6 +99,7 @@ class GradientBuffer:
                 for offset, request in zip(plan.offsets, plan.requests, strict=True)
             ]
             self._padding = [p for gap in buffer.slices.gaps() for p in buffer.pieces(*gap)]
+            self._flags = buffer.tails()
 
     def start(self, *, average: bool = False, scale: float = 1.0) -> None:
         """Launch the reduction over the ranks: the sum, or the ``average``, of all tensors.
@@ -81,18 +108,15 @@ class GradientBuffer:
         """
         self._allocate()
         buffer = self._buffer
-        for padding in self._padding:
-            padding.zero_()
         unused = [i for i in range(len(self._pieces)) if i not in self.written]
-        for index in unused:
-            for piece in self._pieces[index]:
-                piece.zero_()
+        empty = [piece for index in unused for piece in self._pieces[index]]
+        if empty or self._padding:
+            foreach_zero_([*self._padding, *empty])
         if scale != 1.0:
             buffer.full.mul_(scale)
-        flags = buffer.tails()
-        flags.fill_(1)
+        self._flags.fill_(1)
         if unused:
-            flags[:, unused] = 0
+            self._flags[:, unused] = 0
         self.written = set()
         self._work = buffer.reduce_scatter(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
 

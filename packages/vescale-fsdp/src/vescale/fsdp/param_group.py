@@ -17,6 +17,7 @@ from torch import nn
 from vescale.dtensor.tensor import local_of
 from vescale.fsdp._torch_compat import call_untraced
 from vescale.fsdp.agreement import agree
+from vescale.fsdp.ranges import profiled
 from vescale.fsdp.saved_tensors import Watch
 from vescale.fsdp.sharded_group import ShardedGroup
 
@@ -109,7 +110,7 @@ class ParamGroup(ShardedGroup):
             self.weights.drop_kept()
         self._version = version
         with (
-            torch.profiler.record_function(f"vescale.fsdp.gather {self.name}"),
+            profiled("gather", self.name),
             self._naming_failures("gather of the parameters"),
         ):
             self.weights.all_gather(modified=modified)
@@ -224,7 +225,7 @@ class ParamGroup(ShardedGroup):
     def start_reduce(self) -> None:
         """Launch the reduction of the group's gradients."""
         with (
-            torch.profiler.record_function(f"vescale.fsdp.reduce {self.name}"),
+            profiled("reduce", self.name),
             self._naming_failures("reduction of the gradients"),
         ):
             self._check_same_unit("reduce")

@@ -241,7 +241,8 @@ class Reduction:
         late = narrow or self.options.force_sum  # as in FSDP2; else the hook sees the mean
         if not late:
             self._scale(reduced)
-        self._run_hook(self._buffer.values(reduced))
+        if self.options.hook is not None:
+            self._run_hook(self.options.hook, self._buffer.values(reduced))
         if narrow:
             reduced = reduced.to(self._dtype)  # the factor may be too large for float16
         if late:
@@ -250,12 +251,10 @@ class Reduction:
 
     def _scale(self, reduced: torch.Tensor) -> None:
         if self._after != 1.0:
-            self._buffer.values(reduced).mul_(self._after)
+            reduced.mul_(self._after)  # the flags too, which have been read
 
-    def _run_hook(self, values: torch.Tensor) -> None:
-        hook, stream = self.options.hook, self.options.hook_stream
-        if hook is None:
-            return
+    def _run_hook(self, hook: Callable[[torch.Tensor], None], values: torch.Tensor) -> None:
+        stream = self.options.hook_stream
         if stream is None:
             hook(values)
             return
