@@ -5,14 +5,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale.legacy._torch_compat import (
+    AsyncCollectiveTensor,
+    DTensorSpec,
+    ExplicitRedistributionContext,
     OpOverload,
+    TensorMeta,
     TorchDispatchMode,
+    _StridedShard,
     argument_names,
     as_process_group,
+    compute_local_shape_and_global_offset,
+    current_mesh,
     mesh_without_groups,
     top_dispatch_mode,
+    tree_leaves,
+    tree_map_only,
 )
 
 
@@ -75,3 +85,60 @@ def test_operators_are_known_by_their_type():
     assert isinstance(torch.ops.aten.mm.default, OpOverload)
     assert not isinstance(torch.ops.aten.mm, OpOverload)
     assert argument_names(torch.ops.aten.mm.default) == ["self", "mat2"]
+
+
+def test_specs_are_values(fake_world):
+    fake_world(0, 4)
+    mesh = init_device_mesh("cpu", (4,))
+    meta = TensorMeta(torch.Size([8]), (1,), torch.float32)
+    one, other = (DTensorSpec(mesh, (Shard(0),), tensor_meta=meta) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert DTensor.from_local(torch.ones(2), mesh, [Shard(0)])._spec == one
+
+
+def test_the_current_mesh_is_that_of_the_block(fake_world):
+    fake_world(0, 4)
+    mesh = init_device_mesh("cpu", (4,))
+    with pytest.raises(RuntimeError, match="No device mesh is currently active"):
+        current_mesh()
+    with mesh:
+        assert current_mesh() is mesh
+
+
+def test_a_strided_shard_cuts_pieces_first(fake_world):
+    fake_world(1, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    placement = _StridedShard(0, split_factor=3)
+    assert (placement.dim, placement.split_factor) == (0, 3)
+    shape, _ = compute_local_shape_and_global_offset((12, 2), mesh, [placement])
+    assert tuple(shape) == (6, 2)
+    x = DTensor.from_local(torch.ones(6, 2), mesh, [placement])
+    assert x.shape == (12, 2)
+    assert (x * 2).placements == (placement,)
+
+
+def test_silent_resharding_can_be_refused(fake_world):
+    fake_world(0, 2)
+    x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
+    with (
+        pytest.raises(RuntimeError, match=r"^Implicit redistribution"),
+        ExplicitRedistributionContext(mode="raise"),
+    ):
+        torch.relu(x)
+
+
+def test_asynchronous_results_can_be_waited_for(fake_world):
+    fake_world(0, 2)
+    x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    late = x.redistribute(placements=[Replicate()], async_op=True).to_local()
+    assert isinstance(late, AsyncCollectiveTensor)
+    assert type(late.wait()) is torch.Tensor
+
+
+def test_trees_are_mapped_by_type():
+    assert tree_map_only(int, lambda x: x + 1, {"a": [1, "b"], "c": (2,)}) == {
+        "a": [2, "b"],
+        "c": (3,),
+    }
+    assert tree_leaves({"a": [1, None], "c": (2,)}) == [1, None, 2]

@@ -1,11 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API of the veScale of 2023 to 2025, by its old names, on stock torch.
 
-What exists so far: ``devicemesh_api`` and ``debug``. Importing this package patches nothing and
-prints nothing.
+What exists so far: ``dtensor``, ``devicemesh_api`` and ``debug``. Importing this package patches
+nothing and prints nothing.
 """
 
 import vescale.legacy._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
-from vescale.legacy import debug, devicemesh_api
 
-__all__ = ["debug", "devicemesh_api"]
+# isort: split
+from vescale.legacy import debug, devicemesh_api, dtensor
+from vescale.legacy.dtensor import (
+    DeviceMesh,
+    DTensor,
+    InterleavedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    from_local,
+    init_device_mesh,
+    normalize_placements,
+    redistribute_dtensor,
+    to_local,
+    vescale_all_gather,
+    vescale_all_reduce,
+    vescale_reduce_scatter,
+)
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "InterleavedShard",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "debug",
+    "devicemesh_api",
+    "distribute_tensor",
+    "dtensor",
+    "from_local",
+    "init_device_mesh",
+    "normalize_placements",
+    "redistribute_dtensor",
+    "to_local",
+    "vescale_all_gather",
+    "vescale_all_reduce",
+    "vescale_reduce_scatter",
+]
