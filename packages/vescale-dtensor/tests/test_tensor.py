@@ -79,6 +79,8 @@ def check_run_check(rank, world_size):
     local = numbers(8, 6).view(4, 12)[:1] if row == 0 else numbers(8, 6).view(4, 12)[1:]
     x = DTensor.from_local(local + 100 * column, mesh, ragged, shape=(8, 6), run_check=True)
     assert torch.equal(x.full_tensor(), numbers(8, 6))
+    with torch.inference_mode():
+        assert torch.equal(x.full_tensor(), numbers(8, 6))
 
 
 def check_copies(rank, world_size):

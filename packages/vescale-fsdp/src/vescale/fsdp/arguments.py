@@ -25,7 +25,7 @@ def check_reshard(value: Any) -> None:
         warnings.warn(
             "reshard_after_forward=1 keeps the full parameters, as False does, because one rank "
             "then has them all; pass True to free them.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

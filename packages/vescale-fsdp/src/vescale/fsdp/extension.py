@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec, set_local
 from vescale.fsdp._torch_compat import set_version
 from vescale.fsdp.dbuffer import DBuffer
+from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.lanes import LanePlan
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, SLICE_ALIGN_BYTES
 from vescale.fsdp.offload import check_home, host_copies
@@ -139,6 +140,7 @@ class ExtensionGroup(ParamGroup):
         self._packing, self._watch = None, None
         self._new_weights(local.device, local.dtype)
 
+    @ordinary_tensors
     def materialize(self) -> None:
         """Give local data on the meta device real memory, of undefined contents."""
         item = self.managed[0]

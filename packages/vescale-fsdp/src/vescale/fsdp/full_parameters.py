@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale.dtensor import redistribute_many
 from vescale.fsdp.fqns import sharded_parameters
+from vescale.fsdp.inference import ordinary_tensors
 
 
 def iter_full_parameters(
@@ -57,6 +58,7 @@ def _iterate(
             yield name, wholes.pop(name)
 
 
+@ordinary_tensors
 def _gather(
     bucket: dict[str, nn.Parameter], dtype: torch.dtype | None, bucket_bytes: int
 ) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from vescale.fsdp.early_optimizers import note_wrap
 from vescale.fsdp.extension import ExtensionGroup, has_extension
 from vescale.fsdp.forward_methods import register_fsdp_forward_method
 from vescale.fsdp.granularity import Granularity
+from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.lanes import check_lanes
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.module import FSDPModule, run_gathered
@@ -43,9 +44,10 @@ from vescale.fsdp.unit import Unit
 from vescale.fsdp.units import UNIT
 from vescale.fsdp.wrap_arguments import (
     check_dims,
-    check_ignored,
     check_mesh,
     device_of,
+    ignored_set,
+    modules_in,
     names_of,
     roots_of,
 )
@@ -61,6 +63,7 @@ def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
 def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
 
 
+@ordinary_tensors
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -125,38 +128,39 @@ def fully_shard(
 
     Raises on every rank alike, and before anything is changed: TypeError, ValueError or
     NotImplementedError for arguments; RuntimeError without a process group, or if the ranks wrap
-    different things.
+    different things. A rank whose arguments were right raises RuntimeError with what another one
+    found, but for ``mesh`` and ``dp_mesh_dims``, over which ranks would tell each other.
     """
     leave_untraced(run_gathered, *param_group.HOOKS, *saved_tensors.HOOKS, *unit.HOOKS)
-    modules = roots_of(module)
-    check_reshard(reshard_after_forward)
-    check_policy(mp_policy)
-    check_offload(offload_policy)
-    check_ignored(ignored_params)
-    check_dims(dp_mesh_dims)
-    check_placement_fn(shard_placement_fn)
-    check_lanes(lanes)
+    modules = modules_in(module)
     mesh = check_mesh(mesh, modules)
+    check_dims(dp_mesh_dims)
     data = data_mesh_of(mesh, dp_mesh_dims)
-    reshard = reshard_over(reshard_after_forward, data.shards)
-    if reshard is None and data.shard_axis is None:
-        reshard = False  # no other rank's memory to save it for
     device = device_of(mesh)
-    own = own_params(modules, ignored_params or set())
-    meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
     found: list[list[Managed]] = []
     borrowed: list[ParamGroup] = []
-    error = None
-    try:
-        items, ties = collect(
-            modules, ignored_params or set(), granularity, shard_placement_fn, mp_policy, data
-        )
+    ignored: set[nn.Parameter] = set()
+    reshard, error = None, None
+    try:  # what only this rank may have wrong; the mesh is needed to tell the others
+        modules = roots_of(module)
+        check_reshard(reshard_after_forward)
+        check_policy(mp_policy)
+        check_offload(offload_policy)
+        ignored = ignored_set(ignored_params)
+        check_placement_fn(shard_placement_fn)
+        check_lanes(lanes)
+        reshard = reshard_over(reshard_after_forward, data.shards)
+        items, ties = collect(modules, ignored, granularity, shard_placement_fn, mp_policy, data)
         check_devices(items, names_of(modules), device)
         found = split(items)
         for items in found:  # they may be on meshes of their own
             reshard_over(reshard_after_forward, items[0].data.shards)
     except Exception as caught:  # also what the caller's granularity function may raise
         error = caught  # agree() raises it, here and on the other ranks
+    if reshard is None and data.shard_axis is None:
+        reshard = False  # no other rank's memory to save it for
+    own = own_params(modules, ignored)
+    meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
     options = f"{without_override(mp_policy)}, {offload_policy}, lanes={lanes!r}"
     described = describe(modules, data, options, reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)

@@ -63,7 +63,8 @@ class GatherSettings:
         """Choose whether backward gathers this module's parameters ahead of their use.
 
         False is for modules whose backward needs no parameter, such as an embedding. Should it need
-        one after all, the gather comes then, and later than it could have.
+        one after all, the gather comes then, and later than it could have. Only a part of the
+        module's own forward that is checkpointed fails: its recomputation finds nothing gathered.
         """
         check_bool("unshard_in_backward", unshard_in_backward)
         unit_of(self).unshard_in_backward = unshard_in_backward

@@ -15,6 +15,7 @@ from vescale.dtensor.state import fill
 from vescale.dtensor.tensor import local_of
 from vescale.fsdp.agreement import agree
 from vescale.fsdp.fqns import clean_fqn, groups_in
+from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.materialize import materialize
 from vescale.fsdp.rng import one_random_stream
 from vescale.fsdp.units import units_of
@@ -39,6 +40,7 @@ class InitReport(NamedTuple):
         )
 
 
+@ordinary_tensors
 def init_empty(
     module: nn.Module,
     device: torch.device | str | None = None,

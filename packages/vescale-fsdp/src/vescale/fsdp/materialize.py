@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from vescale.fsdp.fqns import clean_fqn, groups_in
+from vescale.fsdp.inference import ordinary_tensors
 
 
 def meta_names(module: nn.Module) -> list[str]:
@@ -16,6 +17,7 @@ def meta_names(module: nn.Module) -> list[str]:
     return [clean_fqn(fqn) for fqn, tensor in tensors if tensor.is_meta]
 
 
+@ordinary_tensors
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate what is on the meta device, with undefined contents.
 

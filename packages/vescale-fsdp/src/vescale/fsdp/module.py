@@ -15,6 +15,7 @@ from vescale.fsdp.comm_settings import CommSettings
 from vescale.fsdp.copying import copy_wrapped
 from vescale.fsdp.finalization import BackwardFinalization
 from vescale.fsdp.gather_settings import GatherSettings
+from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.managed import Managed
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.reduce_settings import ReduceSettings
@@ -105,6 +106,7 @@ class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSetti
 
     # --- what nn.Module does with parameters ------------------------------------------------
 
+    @ordinary_tensors
     def __deepcopy__(self, memo: dict) -> nn.Module:
         """Return an independent copy, sharded alike; gradients not yet reduced are not copied."""
         return copy_wrapped(self, UNIT, memo)
@@ -116,6 +118,7 @@ class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSetti
             "is built and wrapped anew."
         )
 
+    @ordinary_tensors
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state dict with sharded parameters, as DTensors, without communication."""
         for unit in units_of(self, recurse=False):
@@ -129,6 +132,7 @@ class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSetti
             for group in unit.groups:
                 group.zero_grad(set_to_none)
 
+    @ordinary_tensors
     def _apply(self, fn: Callable, recurse: bool = True) -> nn.Module:
         unit = unit_of(self)
         unit.put_back()

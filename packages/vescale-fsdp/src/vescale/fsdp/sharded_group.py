@@ -17,6 +17,7 @@ from vescale.dtensor.tensor import local_of, set_local
 from vescale.fsdp.comm_options import CommOptions
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
+from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.lanes import LanePlan
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.offload import CPU, HostCopies, check_home, host_copies, offloads
@@ -179,6 +180,7 @@ class ShardedGroup:
             self.param_dtype = compute_dtype(dtype, self.policy)
             self.reduce_dtype = self.policy.reduce_dtype or self.param_dtype
 
+    @ordinary_tensors
     def materialize(self) -> None:
         """Give a shard on the meta device real memory, of undefined contents."""
         if self.weights.device.type != "meta":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of ``fully_shard``, checked, and what their defaults stand for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,12 @@ def roots_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return [each for each in modules if id(each) not in inside]
 
 
+def modules_in(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in what ``roots_of`` has still to check."""
+    several = module if isinstance(module, (list, tuple)) else [module]
+    return [each for each in several if isinstance(each, nn.Module)]
+
+
 def names_of(modules: Sequence[nn.Module]) -> str:
     return ", ".join(type(module).__name__ for module in modules)
 
@@ -50,15 +56,20 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def check_ignored(ignored: set[nn.Parameter] | None) -> None:
-    if ignored is not None and (
-        isinstance(ignored, (str, torch.Tensor))
-        or not all(isinstance(param, nn.Parameter) for param in ignored)
-    ):
-        raise TypeError(
-            f"ignored_params is {type(ignored).__name__} and holds other things than parameters, "
-            "expected a set of nn.Parameter; pass for example {module.weight}."
-        )
+def ignored_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    """Return ``ignored_params`` as a set, also where it can be gone through only once."""
+    given = [] if ignored is None else ignored
+    holds = ""
+    if isinstance(given, Iterable) and not isinstance(given, (str, torch.Tensor)):
+        found = list(given)
+        wrong = [param for param in found if not isinstance(param, nn.Parameter)]
+        if not wrong:
+            return set(found)
+        holds = f" that holds a {type(wrong[0]).__name__}"
+    raise TypeError(
+        f"ignored_params is a {type(ignored).__name__}{holds}, expected a set of nn.Parameter; "
+        "pass for example {module.weight}."
+    )
 
 
 def check_dims(dims: DataParallelMeshDims | None) -> None:

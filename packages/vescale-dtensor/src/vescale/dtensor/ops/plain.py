@@ -32,7 +32,8 @@ def plain(cls, func, args, kwargs):
 
 
 def _judge(func) -> bool:
-    if torch.Tag.inplace_view in func.tags:  # the shape of our wrapper could not follow
+    shapes = torch.Tag.inplace_view in func.tags and func is not torch.ops.aten.detach_.default
+    if shapes:  # the shape of our wrapper could not follow
         raise NotImplementedError(f"{func} changes a shape in place; use the out-of-place form.")
     return (
         func.namespace == "aten"

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from vescale.dtensor.state import full_state_dict
 from vescale.fsdp.fqns import sharded_parameters
+from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.state_dict.flat import flatten
 from vescale.fsdp.state_dict.loading import LoadedKeys, load_model
 from vescale.fsdp.state_dict.named_optimizers import NamedOptimizers
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 
+@ordinary_tensors
 def get_model_state_dict(
     model: nn.Module,
     *,
@@ -75,6 +77,7 @@ def get_model_state_dict(
     return _handed_out(state, options)
 
 
+@ordinary_tensors
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
@@ -115,6 +118,7 @@ def get_state_dict(
     )
 
 
+@ordinary_tensors
 def set_model_state_dict(
     model: nn.Module,
     model_state_dict: Mapping[str, Any] | None,
@@ -150,6 +154,7 @@ def set_model_state_dict(
     )
 
 
+@ordinary_tensors
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
