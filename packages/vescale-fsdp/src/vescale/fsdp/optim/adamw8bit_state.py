@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 
 from vescale.dtensor import DTensor, RaggedShard
-from vescale.fsdp.optim.checks import check_same_layout, label_of
+from vescale.fsdp.optim.checks import check_placed, check_same_layout, label_of
 from vescale.fsdp.optim.codebooks import zero_code
 from vescale.fsdp.optim.cuts import local_of, read_cut
 from vescale.fsdp.optim.quantize import encode
@@ -92,7 +92,7 @@ def check_state(
     for name in names:
         state[name] = saved[name].to(device=param.device)
         if name in SCALES:
-            _check_scale(state[name], _scale(param, tiling, label), f"{label}: {name}")
+            check_placed(state[name], _scale(param, tiling, label), f"{label}: {name}")
             continue
         check_same_layout(state[name], name, group, group_index, index)
         _check_dtype(state[name], torch.float32 if tiling is None else torch.uint8, label, name)
@@ -141,19 +141,6 @@ def _quantized(
         local_of(state[codes]).view(-1).copy_(new_codes)
         local_of(state[scales]).view(-1).copy_(new_scales.view(-1))
     return {**state, "step": saved["step"]}
-
-
-def _check_scale(scale: torch.Tensor, expected: torch.Tensor, label: str) -> None:
-    def layout(tensor):
-        placed = isinstance(tensor, TorchDTensor)
-        where = (tensor.device_mesh, tuple(tensor.placements)) if placed else (None, None)
-        return tuple(tensor.shape), tensor.dtype, *where
-
-    if layout(scale) != layout(expected):
-        raise ValueError(
-            f"{label} has (shape, dtype, mesh, placements) {layout(scale)}, expected "
-            f"{layout(expected)}; torch.distributed.checkpoint redistributes saved state."
-        )
 
 
 def _check_dtype(tensor: torch.Tensor, dtype: torch.dtype, label: str, name: str) -> None:

@@ -36,19 +36,19 @@ def check_ns_options(group: Mapping[str, Any]) -> None:
     step_triples(group["ns_coefficients"], group["ns_steps"])
 
 
-def check_params(group: Mapping[str, Any], group_index: int) -> None:
-    """Raise for what Muon cannot optimize; the base class has refused what no optimizer can."""
+def check_params(group: Mapping[str, Any], group_index: int, optimizer: str) -> None:
+    """Raise for what ``optimizer`` cannot take; the base class has refused what none can."""
     for index, param in enumerate(group["params"]):
         label = label_of(group, group_index, index)
         if param.ndim not in (2, 3):
             raise ValueError(
-                f"{label} has shape {tuple(param.shape)}, but Muon orthogonalizes matrices, and "
+                f"{label} has shape {tuple(param.shape)}, but {optimizer} takes matrices, and "
                 "experts [experts, rows, cols], only; give it to another optimizer, such as AdamW: "
                 "split_params() tells which."
             )
         if param.is_complex():
             raise ValueError(f"{label} is complex ({param.dtype}), expected a real dtype.")
-        read_cut(param, label)  # raises for placements that Muon does not know
+        read_cut(param, label)  # raises for placements that are not known
     check_once(group, group_index)
 
 
@@ -84,6 +84,16 @@ def check_same_layout(
         f"{_placed(tensor)}. Redistribute the {what} to the parameter's placements; "
         "torch.distributed.checkpoint does so for saved state."
     )
+
+
+def check_placed(tensor: torch.Tensor, expected: torch.Tensor, label: str) -> None:
+    """Raise unless a loaded ``tensor`` has the shape, dtype and placement of ``expected``."""
+    given, wanted = ((tuple(t.shape), t.dtype, *_placed(t)) for t in (tensor, expected))
+    if given != wanted:
+        raise ValueError(
+            f"{label} has (shape, dtype, mesh, placements) {given}, expected {wanted}; "
+            "torch.distributed.checkpoint redistributes saved state, and none can be cast."
+        )
 
 
 def _placed(tensor: torch.Tensor) -> tuple:

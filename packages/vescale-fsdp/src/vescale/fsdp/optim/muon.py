@@ -22,10 +22,11 @@ from vescale.fsdp.optim.checks import (
     label_of,
 )
 from vescale.fsdp.optim.cuts import local_of, read_cut
-from vescale.fsdp.optim.muon_gather import Member, ParamGather, mix
+from vescale.fsdp.optim.gather import Member
+from vescale.fsdp.optim.muon_gather import ParamGather, mix
 from vescale.fsdp.optim.newton_schulz import DEFAULT_COEFFICIENTS, Coefficients
 from vescale.fsdp.optim.restoring import load_uncast
-from vescale.fsdp.optim.roots import RootPlan
+from vescale.fsdp.optim.roots import Matrix, Piece, RootPlan
 from vescale.fsdp.optim.solver import NewtonSchulz, Solver
 from vescale.fsdp.optim.update import narrow, scales
 
@@ -139,7 +140,7 @@ class Muon(Optimizer):
         check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:  # only now are the parameters a list, and the names beside it
-            check_params(self.param_groups[-1], len(self.param_groups) - 1)
+            check_params(self.param_groups[-1], len(self.param_groups) - 1, "Muon")
             self._blocks_of(self.param_groups[-1])
         except Exception:  # whatever it was: the optimizer stays as it has been
             self.param_groups.pop()
@@ -213,7 +214,7 @@ class Muon(Optimizer):
             for i, param in enumerate(group["params"]):
                 cut = read_cut(param, label_of(group, index, i)) if param.numel() else None
                 if cut is not None:
-                    member = Member(param, cut, self._blocks[param], group["ns_steps"])
+                    member = Member(param, cut, self._blocks[param], _matrix_of(group))
                     cuts.setdefault((cut.group, cut.replica_group), []).append(member)
         self._gathers = [
             ParamGather(members, self._solver, self._max_inflight_bytes)
@@ -258,6 +259,11 @@ class Muon(Optimizer):
             decay, alpha = scales(block.shape, group)
             rows.mul_(decay)
             rows.add_(narrow(update, rows), alpha=alpha)
+
+
+def _matrix_of(group: Mapping[str, Any]) -> Callable[[RowBlock, tuple[Piece, ...]], Matrix]:
+    steps = group["ns_steps"]
+    return lambda block, pieces: Matrix(*block.shape, pieces, steps)
 
 
 def _rows_of(whole: torch.Tensor, block: RowBlock) -> torch.Tensor:

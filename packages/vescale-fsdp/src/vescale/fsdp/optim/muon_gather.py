@@ -2,66 +2,23 @@
 """Muon's step for the cut parameters of one process group."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vescale.dtensor.runs import locate
-from vescale.fsdp._torch_compat import all_gather_flat
-from vescale.fsdp.agreement import agree
-from vescale.fsdp.optim.blocks import RowBlock, block_pieces
-from vescale.fsdp.optim.cuts import Cut, local_of
-from vescale.fsdp.optim.exchange import OwnerGather
-from vescale.fsdp.optim.roots import Matrix, plan_roots
+from vescale.fsdp.optim.cuts import local_of
+from vescale.fsdp.optim.gather import BlockGather, Member, Transfer
 from vescale.fsdp.optim.solver import Solver
 from vescale.fsdp.optim.update import add_as_whole, narrow, scales
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    param: torch.Tensor
-    cut: Cut
-    blocks: tuple[RowBlock, ...]
-    ns_steps: int
+class ParamGather(BlockGather):
+    """The cut parameters of one process group; ``solver`` orthogonalizes their matrices."""
 
-
-class ParamGather:
-    """The cut parameters of one process group, and the exchange of their matrices."""
-
-    def __init__(
-        self,
-        members: list[Member],
-        solver: Solver,
-        max_inflight_bytes: int,
-    ) -> None:
-        first = members[0].cut
+    def __init__(self, members: Sequence[Member], solver: Solver, max_inflight_bytes: int) -> None:
+        transfer = Transfer(solver.wire_dtype, max_inflight_bytes, solver.batched)
+        super().__init__(members, transfer, "plan Muon's exchange")
         self._solver = solver
-        self.params = [member.param for member in members]
-        self.group, self.device = first.group, first.device
-        # For each matrix: the parameter's place, the matrix in it, where the local part begins.
-        self.places: list[tuple[int, RowBlock, int]] = []
-        matrices = []
-        for number, member in enumerate(members):
-            before, _ = locate(member.cut.runs, first.group.rank())
-            pieces = block_pieces(member.blocks, member.cut.runs)
-            for block, mine in zip(member.blocks, pieces, strict=True):
-                self.places.append((number, block, before))
-                matrices.append(Matrix(*block.shape, mine, member.ns_steps))
-        replicas = first.replica_group.size() if first.replica_group is not None else 1
-        plan = plan_roots(matrices, first.group.size(), replicas)
-        groups = [first.group] + ([first.replica_group] if replicas > 1 else [])
-        sizes = f"{solver.wire_dtype} on the wire, {max_inflight_bytes} bytes in flight"
-        agree(groups, first.device, "plan Muon's exchange", f"{sizes}\n{plan.describe()}")
-        self.exchange = OwnerGather(
-            plan,
-            first.group,
-            dtype=solver.wire_dtype,
-            device=first.device,
-            replica_group=first.replica_group,
-            max_nbytes=max_inflight_bytes * 2 // 3,
-            batched=solver.batched,
-        )
 
     def step(
         self,
@@ -72,7 +29,7 @@ class ParamGather:
         locals_ = [_Local(param, momentum_of(param)) for param in self.params]
 
         def pack(index: int, out: torch.Tensor | None) -> None:
-            number, piece = self._piece(index)
+            number, piece = self.local_piece(index)
             mixed = locals_[number].mix(piece, options[self.params[number]])
             if out is not None:
                 out.copy_(mixed)
@@ -85,7 +42,7 @@ class ParamGather:
             return self._solver(matrices, groups)
 
         def unpack(index: int, update: torch.Tensor) -> None:
-            number, piece = self._piece(index)
+            number, piece = self.local_piece(index)
             block = self.places[index][1]
             weights = locals_[number].weights.narrow(0, *piece)
             decay, alpha = scales(block.shape, options[self.params[number]])
@@ -98,24 +55,14 @@ class ParamGather:
         for local in locals_:
             local.store()
 
-    def _piece(self, index: int) -> tuple[int, tuple[int, int]]:
-        """Return the parameter's place, and (start, numel) of a matrix in its local memory."""
-        number, block, before = self.places[index]
-        own = self.exchange.own[index]
-        return number, (block.start + own.start - before, own.numel)
-
     def _wanted(self) -> list[bool]:
         """Tell which matrices have a gradient on one of their holders; collective if any is cut."""
         plan = self.exchange.plan
-        mine = [param.grad is not None for param in self.params]
         if plan.is_local:
-            return [mine[number] for number, _, _ in self.places]
-        flags = torch.tensor(mine, dtype=torch.uint8, device=self.device)
-        everyone = flags.new_empty(plan.world_size * len(mine))
-        all_gather_flat(everyone, flags, group=self.group)
-        table = everyone.view(plan.world_size, len(mine)).tolist()
+            return [self.params[number].grad is not None for number, _, _ in self.places]
+        flags = self.gradient_flags()
         return [
-            any(table[piece.rank][number] for piece in matrix.pieces)
+            any(flags[piece.rank][number] for piece in matrix.pieces)
             for matrix, (number, _, _) in zip(plan.matrices, self.places, strict=True)
         ]
 

@@ -26,12 +26,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix [rows, cols], cut into contiguous pieces, at most one for each rank."""
+    """One matrix [rows, cols], cut into contiguous pieces, at most one for each rank.
+
+    ``flops`` is what its root computes; None means ``ns_steps`` of Newton-Schulz.
+    """
 
     rows: int
     cols: int
     pieces: tuple[Piece, ...]
     ns_steps: int = 5
+    flops: int | None = None
 
     def __post_init__(self) -> None:
         end = 0
@@ -55,7 +59,9 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """FLOPs of Newton-Schulz: two [m, n] and one [m, m] product in each step, m <= n."""
+        """FLOPs; of Newton-Schulz two [m, n] and one [m, m] product in each step, m <= n."""
+        if self.flops is not None:
+            return self.flops
         m, n = sorted((self.rows, self.cols))
         # max(..., 1): without steps the matrix still has to be copied.
         return 2 * max(self.ns_steps, 1) * (2 * n * m * m + m**3)
