@@ -86,6 +86,22 @@ def demo(session: nox.Session) -> None:
         raise
 
 
+@nox.session(venv_backend="none")
+def reshard_matrix(session: nox.Session) -> None:
+    """Load checkpoints of every layout in every other; the tests take a covering set of them."""
+    path = "packages/vescale-fsdp/tests/checkpoint/test_reshard_matrix.py"
+    environ = {"VESCALE_RESHARD": "all", "OMP_NUM_THREADS": "1"}
+    run(session, torch_env(session), "pytest", "-s", path, *session.posargs, env=environ)
+
+
+@nox.session(venv_backend="none")
+def faults(session: nox.Session) -> None:
+    """Kill ranks at random moments of 50 runs, and see that no complete checkpoint is lost."""
+    path = "packages/vescale-fsdp/tests/checkpoint/test_faults.py"
+    environ = {"VESCALE_FAULTS": "50", "OMP_NUM_THREADS": "1"}
+    run(session, torch_env(session), "pytest", "-s", path, *session.posargs, env=environ)
+
+
 @nox.session
 def build(session: nox.Session) -> None:
     """Build all sdists and wheels into dist/; ``-- vescale-fsdp-v0.1.0``: what this tag names."""

@@ -4,10 +4,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from testing.ranks import DEVICE
 from vescale.fsdp import clip_grad_norm_, fully_shard, register_fsdp_forward_method
+from vescale.fsdp.checkpoint import load_safetensors, save_safetensors
+from vescale.fsdp.state_dict import StateDictOptions, get_model_state_dict
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the tests group")
 
@@ -50,8 +51,8 @@ def config(kind):
     )
 
 
-def build(kind):
-    torch.manual_seed(0)
+def build(kind, seed=0):
+    torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config(kind), dtype=torch.float32)
     return model.to(DEVICE).train()
 
@@ -148,6 +149,17 @@ def check_export(rank, world_size, folder):
     for name, value in twin.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
     assert again.lm_head.weight is again.model.embed_tokens.weight
+    # In pieces, without a whole state anywhere; and back from what transformers wrote.
+    save_safetensors(model, f"{folder}/streamed", max_file_bytes=8192)
+    if rank == 0:
+        model.config.save_pretrained(f"{folder}/streamed")
+    dist.barrier()
+    streamed = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/streamed").to(DEVICE)
+    fresh = wrap(build("llama-tied", seed=1))
+    assert load_safetensors(fresh, folder) == ([], [])
+    for name, value in twin.state_dict().items():
+        assert torch.equal(streamed.state_dict()[name], value), name
+        assert torch.equal(fresh.state_dict()[name].full_tensor(), value), name
     wrap(again).eval()
     assert torch.equal(again.generate(prompt, **options), twin.generate(prompt, **options))
 

@@ -19,6 +19,7 @@ NAMES = (
 )
 STATE_NAMES = tuple(name for name in vescale.fsdp.state_dict.__all__ if "state_dict" in name)
 METHODS = ("save", "wait", "newest", "at", "load")
+FILES = ("save_safetensors", "load_safetensors")
 OPENING = """\
 # Functions of vescale.fsdp
 
@@ -38,6 +39,7 @@ def page() -> str:
     manager = vescale.fsdp.checkpoint.CheckpointManager
     found.append(("checkpoint.CheckpointManager", manager))
     found += [(f"CheckpointManager.{name}", getattr(manager, name)) for name in METHODS]
+    found += [(f"checkpoint.{name}", getattr(vescale.fsdp.checkpoint, name)) for name in FILES]
     return OPENING + "".join(entry(name, value) for name, value in found)
 
 
