@@ -105,7 +105,7 @@ def page() -> str:
     parts.append("\n## Making and moving\n")
     rest = [name for name in ours if name not in (*first, "DTensor")]
     parts += [entry(name, getattr(vescale.dtensor, name)) for name in rest]
-    for name in ("state", "debug"):
+    for name in ("random", "state", "debug"):
         module = importlib.import_module(f"vescale.dtensor.{name}")
         parts.append(f"\n## vescale.dtensor.{name}\n")
         parts += [entry(inner, getattr(module, inner)) for inner in public(module)]

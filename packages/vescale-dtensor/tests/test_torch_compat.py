@@ -154,3 +154,42 @@ def test_a_wrapper_has_metadata_and_no_memory():
     found = _torch_compat.tree_map_only(Wrapper, lambda w: w.shape, ([wrapper], {"x": 1}))
     assert found == ([wrapper.shape], {"x": 1})
     assert {"wait", "trigger_wait"} <= set(dir(_torch_compat.AsyncCollectiveTensor))
+
+
+def test_an_operator_in_the_table_goes_to_its_handler(fake_group):
+    fake_group(2)
+    mesh = init_device_mesh(DEVICE, (2,))
+    table, cos = _torch_compat.torch_op_handlers(), torch.ops.aten.cos.default
+    assert cos not in table
+    x = torch.distributed.tensor.DTensor.from_local(torch.ones(3, device=DEVICE), mesh, [Shard(0)])
+    calls = []
+    table[cos] = lambda func, args, kwargs: calls.append((func, args, kwargs)) or args[0]
+    try:
+        cos(x)
+    finally:
+        del table[cos]
+    assert [(func, len(args), kwargs) for func, args, kwargs in calls] == [(cos, 1, {})]
+    cos(x)
+    assert len(calls) == 1
+
+
+def test_importing_changes_no_table():
+    code = (
+        "from vescale.dtensor import random, _torch_compat as c, Shard; import torch;"
+        "assert torch.ops.aten.uniform_.default not in c.torch_op_handlers();"
+        "assert random.get_mode() == 'off'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_strided_shard_takes_every_nth_piece():
+    placement = _torch_compat._StridedShard(1, split_factor=2)
+    found = [_torch_compat.strided_shard_indices(placement, 8, 2, rank).tolist() for rank in (0, 1)]
+    assert found == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_kernel_without_its_header_is_refused(monkeypatch):
+    monkeypatch.setattr(_torch_compat.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(RuntimeError, match="install nvidia-curand or the CUDA toolkit"):
+        _torch_compat.compile_cuda_kernel("", "kernel")

@@ -65,6 +65,10 @@ def check_random(rank, world_size):
         lambda t: torch.randint_like(t, 9),
         lambda t: torch.randint_like(t, 3, 9, dtype=torch.int32),
         lambda t: t.clone().bernoulli_(torch.full((), 0.3, device=DEVICE)),
+        lambda t: torch.bernoulli(t, 0.3),
+        lambda t: torch.bernoulli(torch.sigmoid(t)),
+        lambda t: torch.bernoulli(torch.sigmoid(t.double())),
+        lambda t: t.clone().bernoulli_(torch.sigmoid(t)),
     ):
         torch.manual_seed(8)
         expected = make(whole)
@@ -76,12 +80,21 @@ def check_random(rank, world_size):
     meta = torch.empty_like(x, device="meta")
     assert meta.normal_() is meta
     with pytest.raises(NotImplementedError, match="redistribute"):
-        x.bernoulli_(x)
-    if DEVICE == "cpu":  # elsewhere dropout is one operator, which is refused
+        x.bernoulli_(distribute_tensor(whole.sigmoid(), mesh, [Replicate()], src_data_rank=None))
+    for dropout in (
+        lambda t: torch.nn.functional.dropout(t, 0.3),
+        lambda t: torch.native_dropout(t, 0.3, True)[0],
+        lambda t: torch.native_dropout(t, 0.3, False)[0],
+    ):
+        whole.requires_grad_(), x.requires_grad_()
         torch.manual_seed(9)
-        expected = torch.nn.functional.dropout(whole, 0.3)
+        expected = dropout(whole)
         torch.manual_seed(9)
-        assert torch.equal(torch.nn.functional.dropout(x, 0.3).full_tensor(), expected)
+        found = dropout(x)
+        assert torch.equal(found.full_tensor(), expected)
+        (expected_grad,) = torch.autograd.grad(expected.square().sum(), whole)
+        (grad,) = torch.autograd.grad(found.square().sum(), x)
+        assert torch.equal(grad.full_tensor(), expected_grad)
     module = torch.nn.Linear(6, 20, bias=False, device=DEVICE)
     torch.manual_seed(1)
     module.reset_parameters()

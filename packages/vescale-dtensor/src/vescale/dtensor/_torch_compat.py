@@ -2,7 +2,10 @@
 """The one home of torch's private names; each comment says on which version it was checked."""
 
 import functools
+import importlib.util
 import inspect
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ __all__ = [
     "TorchDTensor",
     "_StridedShard",
     "all_gather_single",
+    "compile_cuda_kernel",
     "compute_global_tensor_info",
     "compute_local_shape_and_global_offset",
     "current_mesh",
@@ -56,6 +60,8 @@ __all__ = [
     "reduce_scatter_single",
     "replace_tensor_impl",
     "spec_with_meta",
+    "strided_shard_indices",
+    "torch_op_handlers",
     "tree_map_only",
     "wrap",
 ]
@@ -189,3 +195,41 @@ def spec_with_meta(
     attributes["tensor_meta"] = TensorMeta(shape, stride, dtype)
     attributes["_hash"] = None
     return new
+
+
+def torch_op_handlers() -> dict:
+    """Return torch's table of operators that its DTensor hands to a function of their own.
+
+    A function is called as ``handler(operator, args, kwargs)`` with DTensors among the arguments,
+    below autograd. Checked on 2.13.
+    """
+    return TorchDTensor._op_dispatcher._custom_op_handlers
+
+
+def strided_shard_indices(placement: _StridedShard, length: int, ranks: int, rank: int):
+    """Return the indices [kept] of a dim of ``length`` that ``placement`` leaves on ``rank``.
+
+    Checked on 2.13: the placement splits a tensor on its ``dim``.
+    """
+    index = torch.arange(length).view(*[1] * placement.dim, -1)
+    parts, _ = placement._split_tensor(index, ranks, with_padding=False, contiguous=True)
+    return parts[rank].reshape(-1).numpy()
+
+
+def compile_cuda_kernel(source: str, name: str):
+    """Compile a CUDA kernel that includes curand's header; ``kernel(grid, block, args)`` runs it.
+
+    Checked on 2.13 by reading alone: an int among ``args`` becomes a C int, a float a double.
+    Raises RuntimeError where the header is not found.
+    """
+    found = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in found.submodule_search_locations] if found else []
+    folders = [folder for root in roots for folder in sorted(root.glob("*/include"))]
+    folders += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    folders += [folder / "cccl" for folder in folders]
+    if not any((folder / "curand_kernel.h").exists() for folder in folders):
+        raise RuntimeError(
+            "curand_kernel.h was not found among the nvidia packages nor in CUDA_HOME; install "
+            "nvidia-curand or the CUDA toolkit, or leave cuda_replay off."
+        )
+    return torch.cuda._compile_kernel(source, name, cuda_include_dirs=[*map(str, folders)])

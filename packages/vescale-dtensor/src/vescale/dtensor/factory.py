@@ -156,16 +156,16 @@ def full(size: Sequence[int], fill_value: complex, **options) -> DTensor:
 def rand(*size, **options) -> DTensor:
     """Return uniform numbers of [0, 1), the same as ``torch.rand`` gives on one device.
 
-    So it is for every placement when all ranks' generators are in the same state. Each rank draws
-    the whole tensor and keeps its part: the cost is one whole tensor of transient memory.
-    See ``zeros`` for the options.
+    So it is for every placement when all ranks' generators are in the same state. On the CPU a
+    rank needs memory for its part alone, elsewhere for one whole tensor for a moment. See ``zeros``
+    for the options.
     """
-    return _draw(torch.rand, size, options)
+    return _draw(torch.Tensor.uniform_, size, options)
 
 
 def randn(*size, **options) -> DTensor:
     """Return standard normal numbers, the same as ``torch.randn`` on one device; see ``rand``."""
-    return _draw(torch.randn, size, options)
+    return _draw(torch.Tensor.normal_, size, options)
 
 
 def _make(size: tuple, options: dict, fill: Callable[[torch.Tensor], object]) -> DTensor:
@@ -180,11 +180,11 @@ def _make(size: tuple, options: dict, fill: Callable[[torch.Tensor], object]) ->
     return x.requires_grad_(requires_grad)
 
 
-def _draw(draw: Callable[..., torch.Tensor], size: tuple, options: dict) -> DTensor:
-    shape, mesh, placements, dtype, requires_grad = _read(size, options)
-    whole = draw(shape, dtype=dtype, device=mesh.device_type)
-    x = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    return x.requires_grad_(requires_grad)
+def _draw(draw: Callable[[torch.Tensor], object], size: tuple, options: dict) -> DTensor:
+    x = _make(size, {**options, "requires_grad": False}, lambda local: local)
+    with torch.no_grad():
+        draw(x)
+    return x.requires_grad_(options.get("requires_grad", False))
 
 
 def _read(size: tuple, options: dict) -> tuple:

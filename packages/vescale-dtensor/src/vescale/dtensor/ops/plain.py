@@ -10,6 +10,7 @@ from vescale.dtensor._torch_compat import (
     spec_with_meta,
     wrap,
 )
+from vescale.dtensor.random.operators import HANDLERS as RANDOM
 
 _local_is_enough = {}  # operator -> whether its result on replicas is the replicated result
 
@@ -18,7 +19,7 @@ def plain(cls, func, args, kwargs):
     """Run ``func`` on plain placements and return our class.
 
     When every operand is replicated, each rank computes the whole result from its local tensors.
-    Anything else is handed to torch's own DTensor.
+    Random operators draw what one device draws. Anything else is handed to torch's own DTensor.
     """
     enough = _local_is_enough.get(func)
     if enough is None:
@@ -28,6 +29,8 @@ def plain(cls, func, args, kwargs):
         found = []
         if _collect_replicated(args, found) and _collect_replicated(kwargs.values(), found):
             return _run_local(cls, func, args, kwargs, found)
+    elif func in RANDOM and args and isinstance(args[0], cls):
+        return RANDOM[func](func, args, kwargs)
     return _run_torch(cls, func, args, kwargs)
 
 

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random operators on DTensors, each by one or more in-place fills.
+
+A handler is called as ``handler(func, args, kwargs)``, below autograd, with a DTensor of any class
+as the first argument; it returns what the operator returns.
+"""
+
+from typing import Any
+
+import torch
+
+from vescale.dtensor._torch_compat import TorchDTensor
+from vescale.dtensor.random.fill import fill
+
+aten = torch.ops.aten
+
+OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
+
+
+def _inplace(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+    x, args, kwargs = args[0], args[1:], dict(kwargs)
+    generator = kwargs.pop("generator", None)
+    names = [argument.name for argument in func._schema.arguments[1 + len(args) :]]
+    named = [kwargs.pop(name) for name in names if name in kwargs]  # in order: none between them
+    fill(func, x, (*args, *named), generator)
+    return x
+
+
+def _like(fill_func: Any):
+    """``rand_like(x)`` and its like: an empty tensor, laid out as ``x``, and a fill."""
+
+    def handler(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+        out = _empty_like(args[0], kwargs)
+        fill(fill_func, out, args[1:], kwargs.get("generator"))
+        return out
+
+    return handler
+
+
+def _randint_like(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+    bounds = args[1:] if "low" in func._overloadname else (0, *args[1:])
+    out = _empty_like(args[0], kwargs)
+    fill(getattr(aten.random_, "from"), out, bounds, kwargs.get("generator"))
+    return out
+
+
+def _bernoulli_p(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+    out = torch.empty_like(args[0])
+    fill(aten.bernoulli_.float, out, args[1:] or (kwargs["p"],), kwargs.get("generator"))
+    return out
+
+
+def _bernoulli(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+    out = torch.empty_like(args[0])
+    return _coins(func, out, args[0], kwargs.get("generator"))
+
+
+def _bernoulli_(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+    x, p = args[0], args[1] if len(args) > 1 else kwargs["p"]
+    if isinstance(p, TorchDTensor):
+        return _coins(func, x, p, kwargs.get("generator"))
+    fill(func, x, (p,), kwargs.get("generator"))
+    return x
+
+
+def _coins(func: Any, x: TorchDTensor, p: TorchDTensor, generator: Any) -> TorchDTensor:
+    """Fill ``x`` with 1 where a uniform number is below ``p``, as torch does on the CPU."""
+    same = (p._spec.placements, p._spec.mesh, p.shape, p._spec.tensor_meta.stride)
+    if same != (x._spec.placements, x._spec.mesh, x.shape, x._spec.tensor_meta.stride):
+        raise NotImplementedError(
+            f"{func} on {x._spec.placements} with probabilities of {p._spec.placements}: both must "
+            "have one shape, one order in memory and one placement; redistribute the probabilities."
+        )
+    if x._local_tensor.is_meta:
+        return x
+    if x._local_tensor.device.type != "cpu" and not _replicated(x):
+        raise NotImplementedError(
+            f"{func} with a tensor of probabilities on {x._spec.placements} of "
+            f"{x._local_tensor.device.type!r}: only the CPU's draws can be split; redistribute to "
+            "Replicate first."
+        )
+    if _replicated(x):
+        aten.bernoulli_.Tensor(x._local_tensor, p._local_tensor, generator=generator)
+        return x
+    wide = torch.float64 if p.dtype is torch.float64 else torch.float32
+    uniform = torch.empty_like(x, dtype=wide)
+    fill(aten.uniform_.default, uniform, (0.0, 1.0), generator)
+    x._local_tensor.copy_(uniform._local_tensor < p._local_tensor.to(wide))
+    return x
+
+
+def _native_dropout(func: Any, args: tuple, kwargs: dict) -> tuple[TorchDTensor, TorchDTensor]:
+    """Dropout as one operator: on accelerators, and where it is called by this name."""
+    named = dict(zip(("input", "p", "train"), args, strict=False), **kwargs)
+    x, p, train = named["input"], named["p"], named["train"]
+    mask = torch.empty_like(x, dtype=torch.bool)
+    if train is False:
+        mask._local_tensor.fill_(True)
+        return x.clone(), mask
+    if mask._local_tensor.device.type in ("cpu", "meta"):
+        fill(aten.bernoulli_.float, mask, (1 - p,))
+    else:
+        fill(_dropout_mask, mask, (p, x.dtype))
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    return x * mask * scale, mask
+
+
+def _dropout_mask(
+    mask: torch.Tensor, p: float, dtype: torch.dtype, generator: torch.Generator | None = None
+) -> None:
+    """Fill ``mask`` with that of the fused operator on a tensor of ``dtype``, laid out alike."""
+    ones = torch.ones_like(mask, dtype=dtype)
+    mask.copy_(aten.native_dropout.default(ones, p, True)[1])
+
+
+def _replicated(x: TorchDTensor) -> bool:
+    return all(placement.is_replicate() for placement in x._spec.placements)
+
+
+def _empty_like(x: TorchDTensor, kwargs: dict) -> TorchDTensor:
+    options = {name: kwargs[name] for name in OPTIONS if kwargs.get(name) is not None}
+    return torch.empty_like(x, **options)
+
+
+def _overloads(packet: Any, names: tuple[str, ...]) -> list:
+    return [getattr(packet, name) for name in packet.overloads() if name in names]
+
+
+HANDLERS = {
+    **dict.fromkeys(
+        (
+            aten.bernoulli_.float,
+            aten.cauchy_.default,
+            aten.exponential_.default,
+            aten.geometric_.default,
+            aten.log_normal_.default,
+            aten.normal_.default,
+            aten.random_.default,
+            getattr(aten.random_, "from"),
+            aten.random_.to,
+            aten.uniform_.default,
+        ),
+        _inplace,
+    ),
+    **dict.fromkeys(
+        _overloads(aten.rand_like, ("default", "generator")), _like(aten.uniform_.default)
+    ),
+    **dict.fromkeys(
+        _overloads(aten.randn_like, ("default", "generator")), _like(aten.normal_.default)
+    ),
+    **dict.fromkeys(
+        _overloads(aten.randint_like, ("default", "generator", "low_dtype", "low_generator_dtype")),
+        _randint_like,
+    ),
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli_p,
+    aten.bernoulli_.Tensor: _bernoulli_,
+    aten.native_dropout.default: _native_dropout,
+}
