@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from testing.ranks import DEVICE
-from vescale.fsdp.agreement import MESSAGE_BYTES, agree
+from vescale.fsdp.agreement import MESSAGE_BYTES, agree, agree_on_order
 
 
 def check_descriptions(rank, world_size):
@@ -42,3 +42,13 @@ def check_all(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_differences_and_errors_are_told_to_everyone(run_ranks, world_size):
     run_ranks(check_all, world_size)
+
+
+def check_order(rank, world_size):
+    group, device = dist.group.WORLD, torch.device(DEVICE)
+    orders = [[3, 1, 5], [3, 4, 1], [0, 1]]
+    assert agree_on_order(orders[rank], 6, group, device) == [0, 3, 4, 1, 2, 5]
+
+
+def test_one_order_keeps_those_of_all_ranks(run_ranks):
+    run_ranks(check_order, 3, exact=True)

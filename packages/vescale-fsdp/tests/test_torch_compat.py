@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from testing.collectives import CountCollectives
 from testing.ranks import DEVICE
@@ -95,6 +96,30 @@ def test_top_saved_tensor_hooks_are_the_innermost_pair():
 
     with torch.autograd.graph.saved_tensors_hooks(pack, pack):
         assert compat.top_saved_tensor_hooks() == (pack, pack)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_the_outermost_reentrant_checkpoint_is_found_while_its_forward_runs():
+    seen = []
+
+    def inner(x):
+        seen.append(compat.reentrant_checkpoint())
+        return x * 2
+
+    def outer(x):
+        return checkpoint(inner, checkpoint(inner, x, use_reentrant=True), use_reentrant=True)
+
+    x = torch.ones(1, requires_grad=True)
+    assert compat.reentrant_checkpoint() is None
+    y = checkpoint(outer, x, use_reentrant=True)
+    assert seen[0] is not None
+    assert seen[0] is seen[1]
+    first = seen[0]
+    y.sum().backward()
+    assert first not in seen[2:]
+    inner(x)
+    checkpoint(inner, x, use_reentrant=False)
+    assert seen[-2:] == [None, None]
 
 
 def test_hooks_of_a_leaf_are_listed():

@@ -2,14 +2,17 @@
 """The one home of the torch-private names that this package uses; checked on torch 2.13.0."""
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointFunction
 
 # Public, but renamed in torch 2.13, which warns about the names that 2.11 and 2.12 know.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -66,6 +69,17 @@ def will_execute(node: torch.autograd.graph.Node) -> bool:
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that runs now has ended; raises outside of one."""
     Variable._execution_engine.queue_callback(functools.partial(untraced(_call), callback))
+
+
+def reentrant_checkpoint() -> FrameType | None:
+    """Return the frame of the outermost ``torch.utils.checkpoint`` with ``use_reentrant=True``
+    whose forward runs now, None outside of any. It runs once more in backward."""
+    found, frame = None, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def is_newest(node: torch.autograd.graph.Node) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``fully_shard`` makes of a module: its own class, plus gathering around its forward."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -188,7 +189,7 @@ def _enter(
     unit = unit_of(module)
     if unit.schedule is None:
         become_root(unit)
-    return *unit.before_forward(args, kwargs), saved_tensor_watch()
+    return *unit.before_forward(module, args, kwargs), saved_tensor_watch()
 
 
 def _leave(module: FSDPModule, output: Any) -> Any:
@@ -216,6 +217,7 @@ def become_root(root: Unit) -> None:
     for unit in units:
         unit.join(schedule)
         unit.is_root = unit is root
+        unit.within = [weakref.ref(u) for m in unit.modules for u in units_of(m, recurse=True)]
 
 
 def _managed_names(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, int, list[str]]]:

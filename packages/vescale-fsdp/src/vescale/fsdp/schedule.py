@@ -9,13 +9,17 @@ derives alike from the order of the forwards, never from the data:
 - instead of either, what the user chose for the unit;
 - in the place of a unit that backward passes by, the same as if it had come there: on another rank
   it may have;
-- reductions in the reverse of the order in which the units were first used, each when backward has
-  come to the unit's inputs or to its end. A unit that is ready early waits for its turn, and one
-  whose parameters had no gradient takes its turn with zeros.
+- reductions in the reverse of the order in which the units were first used, each when backward can
+  come to the unit no more. A unit that is ready early waits for its turn, and one whose parameters
+  had no gradient takes its turn with zeros. Replicas agree on that order once.
 
 A forward of the root and one of a unit by itself (an encoder, the head for each chunk of a loss)
-have orders of their own, told apart by the *entry*: the unit that is called first. A backward
-reduces the units of the entries that it reaches, used or not, and leaves those of others alone.
+have orders of their own, told apart by the *entry*: the unit that is called first. Each outermost
+forward leaves a record, which its graph keeps alive. A backward walks the records that it comes to,
+one after the other, and reduces their units, used or not.
+
+A unit that no rank used is gathered too. What a rank used is known to its own graph alone, and a
+flag that travels with a reduction would have to be waited for before the next gather.
 
 Where there are streams, a collective runs on its process group's stream between two points of the
 current stream: it starts after the work issued so far and is waited for where its result is used.
@@ -25,14 +29,21 @@ All buffers are allocated and freed on the current stream, so no buffer changes 
 import weakref
 from typing import TYPE_CHECKING
 
-from vescale.fsdp._torch_compat import current_backward, on_backward_end
+import torch
+
+from vescale.fsdp._torch_compat import (
+    current_backward,
+    on_backward_end,
+    reentrant_checkpoint,
+)
+from vescale.fsdp.agreement import agree_on_order
+from vescale.fsdp.forward_record import ForwardRecord
 
 if TYPE_CHECKING:
     from vescale.fsdp.param_group import ParamGroup
     from vescale.fsdp.unit import Unit
 
 ALL_REDUCES_IN_FLIGHT = 1
-IN_BACKWARD = -1  # the entry of forwards that run in a backward, to recompute
 
 
 class Schedule:
@@ -46,18 +57,17 @@ class Schedule:
         self._forward_order: list[int] = []  # by start of forward, since the entry
         self._last_forward_orders: dict[int, list[int]] = {}  # of the forward before, by entry
         self._forward_cursor = 0
-        # By end of forward, since the entry: (unit, how many had ended when it began).
-        self._ended: list[tuple[int, int]] = []
-        self._ended_orders: dict[int, list[tuple[int, int]]] = {}  # by entry, the newest last
-        self._began: list[int] = []  # of the forwards that run, how many had ended
-        self._backward_order: list[int | None] = []  # of all entries; None between two of them
-        self._backward_began: list[int] = []  # the place of the first that ended after it began
-        self._backward_cursor = 0
+        self._began: list[int] = []  # of the forwards that run, how many units had ended
+        self._record: ForwardRecord | None = None  # of the outermost forward that runs
+        self._differentiable = False  # whether that began with gradients on
+        self._frame: object | None = None  # of the reentrant checkpointing that runs
+        self._region: object | None = None  # what stands for it in the record
+        self._records: list[weakref.ref[ForwardRecord]] = []  # the newest last; graphs hold them
+        self._hidden: dict[int, ForwardRecord] = {}  # that no tensor leads to, by entry
+        self._walked: list[ForwardRecord] = []  # by the backward that runs, the newest last
         self._reduce_order: list[int] = []  # by first start of forward, ever
-        # By entry, the newest last: had a forward to differentiate since the last reduction.
-        self._armed: dict[int, set[int]] = {}
-        self._spent: dict[int, set[int]] = {}  # by entry: was armed, and has been reduced
-        self._reached: set[int] = set()  # entries, by the backward that runs
+        self._agreed = False  # whether the replicas have agreed on it
+        self._expected: set[int] = set()  # units that the backward that runs has to reduce
         self._ready: set[int] = set()
         self._reducing: list[ParamGroup] = []  # over the ranks that shard
         self._replicating: list[ParamGroup] = []  # then over those that repeat
@@ -91,7 +101,7 @@ class Schedule:
             if not self._in_backward:
                 self._start_iteration(unit)
         self._depth += 1
-        self._began.append(len(self._ended))
+        self._began.append(len(self._record.units) if self._record is not None else 0)
         if self.awaited is not None and not self._in_backward:
             raise RuntimeError(
                 "a forward began before the gradients of finalize_backward(async_op=True) were "
@@ -111,21 +121,30 @@ class Schedule:
         if self._forward_order:
             self._last_forward_orders[self._entry] = self._forward_order
         self._entry = entry.index
-        self._forward_order, self._ended = [], []
+        self._forward_order = []
         self._forward_cursor = 0
+        self._differentiable = torch.is_grad_enabled()
+        self._record = ForwardRecord(entry.index, self._replicated(entry))
+        self._records.append(weakref.ref(self._record))
+
+    def _replicated(self, entry: "Unit") -> frozenset[int]:
+        if not torch.is_grad_enabled():
+            return frozenset()
+        return frozenset(unit.index for ref in entry.within if (unit := ref()) and unit.replicated)
 
     def arm(self, unit: "Unit") -> None:
         """Note that a forward of ``unit`` will be differentiated: it takes part in a reduction.
 
         So do the units whose parameters it borrows.
         """
-        entry = IN_BACKWARD if self._in_backward else self._entry
         units = [unit]
         if unit.borrowed:
             units += [u for u in self._live() if any(g in unit.borrowed for g in u.groups)]
         indices = {each.index for each in units if each.trainable}
-        if indices:
-            self._armed[entry] = self._armed.pop(entry, set()) | indices
+        if self._in_backward:
+            self._expected |= indices
+        else:
+            self._record.armed |= indices
 
     def prefetch_forward(self, unit: "Unit") -> None:
         """Gather what the user chose, or the unit that followed ``unit`` in the last iteration."""
@@ -142,22 +161,60 @@ class Schedule:
         if at + 1 < len(order) and not unit.forward_prefetch:
             self._prefetch(self._unit(order[at + 1]))
 
-    def leave_forward(self, unit: "Unit", *, differentiable: bool) -> None:
+    def end_forward(self, unit: "Unit", *, hooked: bool) -> tuple[ForwardRecord, int] | None:
+        """Return the place that backward will come to, of the forward of ``unit`` that ends.
+
+        ``hooked``: whether an output of it leads there. In a backward, which recomputes, None if
+        it is not known what.
+        """
+        if self._in_backward:
+            record = self._walked[-1] if self._walked else None
+            at = record.place_again(unit.index) if record is not None else None
+            return None if at is None else (record, at)
+        record = self._record
+        record.hooked |= hooked and unit.index == record.entry
+        needed = hooked or unit.trainable
+        return record, record.add(unit.index, self._began[-1], needed=needed)
+
+    def end_to_run_again(self, unit: "Unit") -> None:
+        """Note the place of ``unit`` if backward will run its forward again, and differentiate it.
+
+        So does reentrant checkpointing. All of its ranks have to know, whether they use it or not.
+        """
+        if self._in_backward or not self._differentiable:
+            return
+        region = reentrant_checkpoint()
+        if region is None:
+            self._region = None
+            return
+        if region is not self._frame:
+            self._frame, self._region = region, object()
+        self.arm(unit)
+        self._record.add(unit.index, self._began[-1], needed=unit.trainable, region=self._region)
+
+    def run_again(self, unit: "Unit") -> None:
+        """Do what other ranks may do before backward runs the forward of ``unit`` again."""
+        record = self._walked[-1] if self._walked else None
+        at = record.next_place(unit.index) if record is not None else None
+        again = record.rerun(at) if at is not None else ()
+        if again:
+            self.catch_up(record, again[-1])
+            record.cursor = again[-1] + 1  # its backward is to come
+
+    def leave_forward(self, unit: "Unit") -> None:
         """Note that ``unit`` ended its forward."""
         self._depth -= 1
-        began = self._began.pop()
-        if self._in_backward:
+        self._began.pop()
+        if self._in_backward or self._depth:
             return
-        if differentiable:
-            if not self._ended:
-                self._ended_orders.pop(self._entry, None)
-                self._ended_orders[self._entry] = self._ended
-            if not self._ended or self._ended[-1][0] != unit.index:  # of several modules of one
-                self._ended.append((unit.index, began))
-        if self._depth == 0:
-            for other in self._live():
-                other.end_partly_run(unit)
-                other.drop_unclaimed()
+        self._frame = None
+        record, self._record = self._record, None
+        self._hidden.pop(record.entry, None)
+        if record.units and not record.hooked:
+            self._hidden[record.entry] = record
+        for other in self._live():
+            other.end_partly_run(unit)
+            other.drop_unclaimed()
 
     def abort_forward(self) -> None:
         """Note that a forward raised; the outermost one leaves everything sharded."""
@@ -172,88 +229,129 @@ class Schedule:
 
     # --- backward ---------------------------------------------------------------------------
 
-    def enter_backward(self, unit: "Unit") -> None:
-        """Note that backward reached ``unit``; the first call waits for the end of the pass."""
+    def enter_backward(self, unit: "Unit", record: ForwardRecord | None = None) -> None:
+        """Note that backward reached ``unit``; the first call waits for the end of the pass.
+
+        ``record`` is of the forward that it belongs to, if that is known.
+        """
         if not self._in_backward:
             self._in_backward = True
             if self.manual is None:
                 self.manual = any(unit.manual_finalization for unit in self._live())
-            self._backward_order, self._backward_began = [], []
-            for ended in self._ended_orders.values():
-                first = len(self._backward_order) + 1
-                self._backward_order += [None, *(index for index, _ in ended)]
-                self._backward_began += [0, *(first + began for _, began in ended)]
-            self._backward_cursor = len(self._backward_order)
-            self._reached = {IN_BACKWARD}
             on_backward_end(self._leave_backward)
-        for entry in reversed(self._armed):
-            if unit.index in self._armed[entry]:
-                self._reached.add(entry)
-                return
-        # A graph whose units an earlier backward reduced: of another forward, or once more.
-        spent = [entry for entry, units in self._spent.items() if unit.index in units]
-        if spent and self._reached.isdisjoint(spent):
-            self._armed[spent[-1]] = self._armed.pop(spent[-1], set()) | self._spent[spent[-1]]
-            self._reached.add(spent[-1])
+            self._agree_on_order()
+        if record is None:
+            record = self._record_of(unit)
+        if record is not None and record.cursor is None:
+            self._walk(record)
 
-    def catch_up(self, unit: "Unit") -> None:
-        """Do what other ranks may do with the units that backward has passed by here."""
-        at = self._place_in_backward(unit)
-        if at is not None:
-            self._pass_by(at)
+    def _agree_on_order(self) -> None:
+        """Reduce in one order on all replicas, though each ran other units first. Only once."""
+        if self._agreed:
+            return
+        self._agreed = True
+        units = [unit for unit in self._live() if unit.replicated]
+        data = dict.fromkeys(group.data for unit in units for group in unit.groups)
+        for mesh in data:
+            if mesh.replicas > 1:
+                device = units[0].groups[0].device
+                self._reduce_order = agree_on_order(
+                    self._reduce_order, len(self._units), mesh.replicate_group, device
+                )
 
-    def prefetch_backward(self, unit: "Unit") -> None:
+    def _record_of(self, unit: "Unit") -> ForwardRecord | None:
+        """Return the forward to which a use of ``unit`` in backward belongs, by all that is known.
+
+        One that backward has come to; else the newest that waits for a backward; else the newest,
+        for a graph that is used once more.
+        """
+        found = [each for each in self._records_alive() if each.holds(unit.index)]
+        for wanted in (
+            lambda each: each.cursor is not None,
+            lambda each: not each.spent,
+            lambda each: True,
+        ):
+            record = next(filter(wanted, reversed(found)), None)
+            if record is not None:
+                return record
+        return None
+
+    def _walk(self, record: ForwardRecord) -> None:
+        """Begin with the units of another forward: backward is done with those of the last."""
+        if self._walked:
+            self._walk_to_the_end(self._walked[-1])
+        record.walk()
+        self._walked.append(record)
+        self._expected |= record.armed | record.replicated
+        for index in record.absent:
+            unit = self._unit(index)
+            if unit is not None and not self.awaits(unit):
+                self.ready(unit)
+
+    def place(self, unit: "Unit") -> tuple[ForwardRecord, int] | None:
+        """Return the place of ``unit`` that backward must have come to, if any."""
+        record = self._walked[-1] if self._walked else None
+        at = record.next_place(unit.index) if record is not None else None
+        return None if at is None else (record, at)
+
+    def catch_up(self, record: ForwardRecord, place: int) -> None:
+        """Do what other ranks may do with the units that backward has passed by on its way."""
+        for at in range(record.cursor - 1, place, -1):
+            unit = self._unit(record.units[at])
+            self._come_to(record, at)
+            for again in record.rerun(at):
+                other = self._unit(record.units[again])
+                if other is not None:
+                    other.pass_by_forward()
+            if unit is not None:
+                unit.pass_by()
+                self.prefetch_backward(unit, record, at)
+        self._come_to(record, place)
+
+    def _come_to(self, record: ForwardRecord, place: int) -> None:
+        record.cursor = place
+        self._finish(record, record.over(place))
+
+    def prefetch_backward(self, unit: "Unit", record: ForwardRecord, place: int) -> None:
         """Gather what the user chose, or the unit that ended its forward just before ``unit``."""
-        at = self._place_in_backward(unit)
-        if at is not None:
-            self._backward_cursor = at
-        self._prefetch_before(unit, at)
-
-    def _place_in_backward(self, unit: "Unit") -> int | None:
-        order = self._backward_order
-        places = range(self._backward_cursor - 1, -1, -1)
-        return next((at for at in places if order[at] == unit.index), None)
-
-    def _prefetch_before(self, unit: "Unit", at: int | None) -> None:
         for ref in unit.backward_prefetch:
             self._prefetch(ref())
-        if at and self._backward_order[at - 1] is not None and not unit.backward_prefetch:
-            self._prefetch(self._unit(self._backward_order[at - 1]))
+        if place and not unit.backward_prefetch:
+            self._prefetch(self._unit(record.units[place - 1]))
 
-    def _pass_by(self, end: int) -> None:
-        """Pass by the units from the cursor down to that at ``end``, exclusive, of its entry."""
-        order = self._backward_order
-        stop = end + 1
-        while stop < self._backward_cursor and order[stop] is not None:
-            stop += 1
-        first = end
-        while order[first] is not None:
-            first -= 1
-        for at in range(stop - 1, end, -1):
-            unit = self._unit(order[at])
-            if unit is None or unit.in_backward:
-                continue
-            self._prefetch(unit)
-            self._prefetch_before(unit, at)
-            unit.drop_unclaimed()
-            # Autograd goes from new to old: it is done with what began after ``end`` had ended.
-            if self._backward_began[at] > end and order[at] not in order[first : end + 1]:
-                unit.passed_by()
-        self._backward_cursor = end + 1
+    def finish(self, record: ForwardRecord, place: int) -> None:
+        """Note that autograd is done with the unit at ``place``."""
+        if record.cursor is not None:
+            self._finish(record, [place])
 
-    def _pass_by_the_rest(self) -> None:
-        """Do so at the end of backward, as far as units are left that have to be reduced."""
-        order = self._backward_order
-        for index in reversed(order[self._backward_cursor :]):
-            unit = self._unit(index) if index is not None else None
-            if unit is not None and unit.trainable:
-                self.ready(unit)
-        begin = self._backward_cursor
-        while begin > 0 and order[begin - 1] is not None:
-            begin -= 1
-        due = [at for at in range(begin, self._backward_cursor) if self._expects(order[at])]
-        if due:
-            self._pass_by(due[0] - 1)
+    def _finish(self, record: ForwardRecord, places: list[int]) -> None:
+        for at in places:
+            unit = self._unit(record.units[at])
+            if record.finish(at) and unit is not None:
+                self._settle(unit)
+
+    def _settle(self, unit: "Unit") -> None:
+        """Reduce and free ``unit``, unless backward may come to it in another place."""
+        if not self.awaits(unit):
+            unit.leave_early()
+
+    def awaits(self, unit: "Unit") -> bool:
+        """Tell whether this backward may come to ``unit``, or come to it once more.
+
+        Of forwards that it has not come to nobody knows whether it will.
+        """
+        return any(record.awaits(unit.index) for record in self._records_alive())
+
+    def _records_alive(self) -> list[ForwardRecord]:
+        """Return what forwards left whose graphs are there, the newest last."""
+        self._records = [ref for ref in self._records if ref() is not None]
+        return [record for ref in self._records if (record := ref()) is not None]
+
+    def _walk_to_the_end(self, record: ForwardRecord) -> None:
+        """Pass by the units that are left in ``record``: other ranks may come to them."""
+        if 0 <= record.first < record.cursor:
+            self.catch_up(record, record.first - 1)
+        self._come_to(record, -1)
 
     def ready(self, unit: "Unit") -> None:
         """Note that backward has passed ``unit``, and reduce what has its turn.
@@ -261,29 +359,21 @@ class Schedule:
         A unit that lends a parameter has its turn at the end of the pass: the gradient is complete
         when all borrowers are done.
         """
-        if unit.lends or not (self._expects(unit.index) or unit.has_gradients):
+        if unit.lends or not (unit.index in self._expected or unit.has_gradients):
             return
         self._ready.add(unit.index)
         for index in reversed(self._reduce_order):
             if index in self._ready:
                 self._reduce(index)
-            elif self._expects(index) and not self._lends(index):
+            elif index in self._expected and not self._lends(index):
                 return
-
-    def _expects(self, index: int) -> bool:
-        """Tell whether this backward must reduce the unit, with zeros if need be."""
-        return any(index in self._armed.get(entry, ()) for entry in self._reached)
 
     def _lends(self, index: int) -> bool:
         unit = self._unit(index)
         return unit is not None and unit.lends
 
     def _reduce(self, index: int) -> None:
-        for entry in self._reached:
-            if index in self._armed.get(entry, ()):
-                self._armed[entry].discard(index)
-                if entry != IN_BACKWARD:
-                    self._spent.setdefault(entry, set()).add(index)
+        self._expected.discard(index)
         self._ready.discard(index)
         unit = self._unit(index)
         if unit is None:
@@ -308,22 +398,29 @@ class Schedule:
                 self._replicating.pop(0).finish_reduce()
 
     def _leave_backward(self) -> None:
-        self._pass_by_the_rest()
+        if self._walked:
+            self._walk_to_the_end(self._walked[-1])
         self._in_backward = False
         for index in reversed(self._reduce_order):
             unit = self._unit(index)
-            if self._expects(index) or (unit is not None and unit.has_gradients):
+            if index in self._expected or (unit is not None and unit.has_gradients):
                 self._reduce(index)
         for unit in self._live():  # an owner that never ran itself, only its borrowers
-            if unit.has_gradients or self._expects(unit.index):
+            if unit.has_gradients or unit.index in self._expected:
                 self._reduce(unit.index)
         if not self.manual:
             self.manual = None
             if all(unit.is_last_backward for unit in self._live()):
                 self.finish_reductions()
-        waiting = set().union(*(a for e, a in self._armed.items() if e not in self._reached))
+        walked, self._walked = self._walked, []
+        for record in walked:
+            record.leave()
+        entries = {record.entry for record in walked}
+        waiting = set().union(
+            *(r.armed for r in self._records_alive() if not r.spent and r.entry not in entries)
+        )
         self._ready.clear()
-        self._reached.clear()
+        self._expected.clear()
         for unit in self._live():
             unit.leave_backward(reshard=unit.index not in waiting)
 
@@ -392,11 +489,11 @@ class Schedule:
         self._depth = 0
         self._began.clear()
         self._in_backward = False
-        self._forward_order, self._ended = [], []
-        self._ended_orders.clear()
-        self._armed.clear()
-        self._spent.clear()
-        self._reached.clear()
+        self._forward_order = []
+        self._record, self._hidden, self._frame = None, {}, None
+        self._records.clear()
+        self._walked.clear()
+        self._expected.clear()
         self._ready.clear()
         if drop_gradients:
             self.manual = self.awaited = None

@@ -2,13 +2,14 @@
 """The modules of one ``fully_shard``: their parameter groups, and where they stand in the step."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from vescale.fsdp._torch_compat import call_untraced, current_backward, will_execute
+from vescale.fsdp.forward_record import ForwardRecord
 from vescale.fsdp.param_group import ParamGroup, State
 from vescale.fsdp.policy import MixedPrecisionPolicy
 from vescale.fsdp.saved_tensors import others_watch, watched_by
@@ -26,6 +27,7 @@ class _Call:
         # Nodes hold hooks that hold this: no such cycle for one input, and a short one for more.
         self._nodes = [tensor.grad_fn for tensor in inputs] if len(inputs) > 1 else None
         self._missing = 0
+        self.at: tuple[ForwardRecord, int] | None = None  # its place for backward, if it has one
         for tensor in inputs:
             tensor.register_hook(self._hook)
 
@@ -81,6 +83,8 @@ class Unit:
         self.in_backward = False
         self.kept_by_default = False  # gathered still, by a forward and nobody's wish
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._begun: dict[int, _Call] = {}  # of modules that run now, by id
+        self.within: list[weakref.ref[Unit]] = []  # the units of the modules under it, and itself
         for group in groups:
             group.listen(self.needed_in_backward, self.gradient_arrived)
 
@@ -108,6 +112,11 @@ class Unit:
     def trainable(self) -> bool:
         """Whether any of the unit's own parameters requires a gradient."""
         return any(group.trainable for group in self.groups)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether gradients of the unit are reduced over replicas, of which each has other data."""
+        return any(group.trainable and group.data.replicas > 1 for group in self.groups)
 
     @property
     def lends(self) -> bool:
@@ -180,10 +189,12 @@ class Unit:
 
     # --- forward ----------------------------------------------------------------------------
 
-    def before_forward(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Gather, look ahead, and return the inputs, cast as the policy says."""
+    def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Gather, look ahead, and return the inputs of ``module``, cast as the policy says."""
         self.schedule.enter_forward(self)
-        if not self.schedule.in_backward:
+        if self.schedule.in_backward:
+            self.schedule.run_again(self)
+        else:
             for group in self.all_groups:
                 group.drop_stale()
         self.unshard()
@@ -195,7 +206,7 @@ class Unit:
             self._unwatched = True
         if self._differentiable:
             self.schedule.arm(self)
-            return self._watch_inputs(args, kwargs)
+            return self._watch_inputs(module, args, kwargs)
         return args, kwargs
 
     def after_forward(self, module: nn.Module, output: Any) -> Any:
@@ -204,18 +215,22 @@ class Unit:
             output = map_tensors(self._outliving, output)
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
-        differentiable = self._differentiable
-        if differentiable:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(_Weakly(self.before_backward))
-        if not differentiable:
+        call = self._begun.pop(id(module), None)
+        if self._differentiable:
+            leads = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+            at = self.schedule.end_forward(self, hooked=bool(leads))
+            for tensor in leads:
+                tensor.register_hook(_Reached(self, at))
+            if call is not None:
+                call.at = at
+        else:
+            self.schedule.end_to_run_again(self)
             self.settle()
         if not self.in_backward:
             self._ran.add(id(module))
             if len(self._ran) == len(self._modules):
                 self._end_forward()
-        self.schedule.leave_forward(self, differentiable=differentiable)
+        self.schedule.leave_forward(self)
         return output
 
     def _end_forward(self) -> None:
@@ -255,7 +270,7 @@ class Unit:
         # optimizer could step meanwhile.
         return not (self.is_root and torch.is_grad_enabled())
 
-    def _watch_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _watch_inputs(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the inputs with those that need a gradient replaced by views of themselves.
 
         A view's gradient is complete when this call's part of backward is, while the input's own
@@ -272,58 +287,79 @@ class Unit:
 
         args, kwargs = map_tensors(view, (args, kwargs))
         if views:
-            self._calls.add(_Call(self, views))
+            self._begun[id(module)] = call = _Call(self, views)
+            self._calls.add(call)
         return args, kwargs
 
     # --- backward ---------------------------------------------------------------------------
 
-    def before_backward(self) -> None:
-        """Have the full parameters in place: backward reached the unit."""
-        self._enter_backward(gather=self.gathers_in_backward, in_order=True)
+    def before_backward(self, at: tuple[ForwardRecord, int] | None) -> None:
+        """Have the full parameters in place: backward reached the unit, at the place ``at``."""
+        self._enter_backward(gather=self.gathers_in_backward, in_order=True, at=at)
 
     def needed_in_backward(self) -> None:
         """Have the full parameters in place, also where the user said that none is needed."""
         # A borrower may need the lender's parameters long before the lender's turn.
         self._enter_backward(gather=True, in_order=not self.lends)
 
-    def _enter_backward(self, *, gather: bool, in_order: bool) -> None:
+    def _enter_backward(
+        self, *, gather: bool, in_order: bool, at: tuple[ForwardRecord, int] | None = None
+    ) -> None:
         groups = self.all_groups
         there = all(group.state is State.GATHERED for group in groups)
         if torch.is_grad_enabled():
             for group in groups:
                 group.second_order = True
-        if self.in_backward and (there or not gather):
+        new = at is not None and at[0].is_ahead(at[1])
+        if self.in_backward and (there or not gather) and not new:
             return
         if current_backward() == -1:  # somebody looks into the graph
             self.unshard()
             return
         self.in_backward = True
-        self.schedule.enter_backward(self)
-        if in_order:
-            self.schedule.catch_up(self)
+        self.schedule.enter_backward(self, at[0] if at is not None else None)
+        if at is None and in_order:
+            at = self.schedule.place(self)
+        new = at is not None and at[0].is_ahead(at[1])
+        if new:
+            self.schedule.catch_up(*at)
         if gather:
             self.unshard()
-        if in_order:
-            self.schedule.prefetch_backward(self)
+        if new:
+            self.schedule.prefetch_backward(self, *at)
+
+    def pass_by(self) -> None:
+        """Do as other ranks do: backward came past the unit here, and comes to it on theirs."""
+        if self.gathers_in_backward:
+            self.in_backward = True
+            self.unshard()
+
+    def pass_by_forward(self) -> None:
+        """Do as other ranks do, which run a forward of the unit again in backward."""
+        if not self.in_backward:
+            self.unshard()
+            self._end_forward()
 
     def gradient_arrived(self) -> None:
         """Have the pass's end noticed, also where nothing that a forward saved leads here."""
-        if self.schedule is not None and current_backward() != -1:
+        if self.schedule is not None and not self.in_backward and current_backward() != -1:
             self.schedule.enter_backward(self)
 
     def inputs_done(self, call: _Call) -> None:
-        """Note that the inputs of ``call`` have their gradients; the last call ends the unit."""
+        """Note that the inputs of ``call`` have their gradients."""
         self._calls.discard(call)
-        if self._calls or not self.in_backward:
+        if not self.in_backward or any(other.at == call.at for other in self._calls):
             return
+        if call.at is not None:
+            self.schedule.finish(*call.at)
+        elif not self.schedule.awaits(self):
+            self.leave_early()
+
+    def leave_early(self) -> None:
+        """Note that backward is done with the unit, before its end."""
         if self.trainable:
             self.schedule.ready(self)
         self._reshard_in_backward()
-
-    def passed_by(self) -> None:
-        """Note that backward is done with the last call, which it did not reach here."""
-        if self.trainable and len(self._calls) <= 1:
-            self.schedule.ready(self)
 
     def _reshard_in_backward(self) -> None:
         if self.reshard_after_backward:
@@ -347,20 +383,21 @@ class Unit:
             module.__dict__.pop(RUNS, None)
         self._ran.clear()
         self._calls.clear()
+        self._begun.clear()
         for group in self.groups:
             group.reset(drop_gradients=drop_gradients)
 
 
-class _Weakly:
-    """A tensor hook that calls a bound method without keeping its object alive."""
+class _Reached:
+    """A hook of an output: backward has come to the unit. Keeps the record alive, not the unit."""
 
-    def __init__(self, method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+    def __init__(self, unit: Unit, at: tuple[ForwardRecord, int] | None) -> None:
+        self._unit, self._at = weakref.ref(unit), at
 
     def __call__(self, _: torch.Tensor) -> None:
-        method = self._method()
-        if method is not None:
-            call_untraced(method)
+        unit = self._unit()
+        if unit is not None:
+            call_untraced(unit.before_backward, self._at)
 
 
-HOOKS = (_Call._hook, _Weakly.__call__)  # what autograd calls: nothing to compile
+HOOKS = (_Call._hook, _Reached.__call__)  # what autograd calls: nothing to compile
