@@ -85,7 +85,7 @@ class ParamGroup(ShardedGroup):
         Else units of one size would quietly get each other's data.
         """
         if dist.get_debug_level() == dist.DebugLevel.DETAIL and self.process_group is not None:
-            description = f"unit {self.name or '(root)'}, {self.plan.numel} elements"
+            description = f"{what} of unit {self.name or '(root)'}, {self.plan.numel} elements"
             agree(self.process_group, self.device, what, description)
 
     def drop_stale(self) -> None:
