@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API of the veScale of 2023 to 2025, by its old names, on stock torch.
 
-What exists so far: ``dtensor``, ``devicemesh_api`` and ``debug``. Importing this package patches
-nothing and prints nothing.
+What exists so far: ``dtensor``, ``dmodule``, ``model.patch``, ``devicemesh_api`` and ``debug``.
+Importing this package patches nothing and prints nothing.
 """
 
 import vescale.legacy._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 
 # isort: split
-from vescale.legacy import debug, devicemesh_api, dtensor
+from vescale.legacy import debug, devicemesh_api, dmodule, dtensor, model
+from vescale.legacy.dmodule import PlacementsInterface, is_dmodule, parallelize_module
 from vescale.legacy.dtensor import (
     DeviceMesh,
     DTensor,
@@ -34,15 +35,20 @@ __all__ = [
     "InterleavedShard",
     "Partial",
     "Placement",
+    "PlacementsInterface",
     "Replicate",
     "Shard",
     "debug",
     "devicemesh_api",
     "distribute_tensor",
+    "dmodule",
     "dtensor",
     "from_local",
     "init_device_mesh",
+    "is_dmodule",
+    "model",
     "normalize_placements",
+    "parallelize_module",
     "redistribute_dtensor",
     "to_local",
     "vescale_all_gather",

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.legacy import _torch_compat as compat
@@ -168,9 +167,9 @@ def check_interleaved(
 
 def _gather_shape(shape: tuple[int, ...], mesh: DeviceMesh, axis: int) -> list[torch.Size]:
     mine = torch.tensor(shape, dtype=torch.int64, device=mesh.device_type)
-    found = [torch.empty_like(mine) for _ in range(mesh.size(axis))]
-    dist.all_gather(found, mine, group=mesh.get_group(axis))
-    return [torch.Size(part.tolist()) for part in found]
+    found = mine.new_empty(mesh.size(axis) * len(shape))
+    compat.all_gather_single(found, mine, group=mesh.get_group(axis))
+    return [torch.Size(part) for part in found.view(mesh.size(axis), len(shape)).tolist()]
 
 
 def _dense_stride(shape: Sequence[int], like: torch.Tensor) -> list[int]:
