@@ -137,6 +137,18 @@ def test_muon_takes_the_matrices_between_embedding_and_head():
     assert all(len(rate) == 1 for rate in rates)
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("adamw", "AdamW"), ("adamw8bit", "AdamW8bit"), ("soap", "SOAP AdamW")]
+)
+def test_every_optimizer_takes_all_parameters_once(name, kinds):
+    config = parse_config([*TINY, "--optimizer", name])
+    model = Decoder(SIZES["tiny"], 16, tied=True)
+    optimizers = make_optimizers(config, model, torch.optim.Muon)
+    assert [type(o).__name__ for o in optimizers] == kinds.split()
+    taken = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    assert len(taken) == len(set(taken)) == len(list(model.parameters()))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_learns(dtype):
     options = ("--steps", "12", "--lr", "0.02", "--param-dtype", dtype)

@@ -84,6 +84,25 @@ def test_the_loss_falls_and_follows_one_process(whole):
         assert facts["difference"]["largest"] <= facts["difference"]["tolerance"]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "soap"])
+def test_other_optimizers_follow_one_process_and_reload(optimizer, tmp_path):
+    files = ("--output-dir", tmp_path, "--checkpoint-dir", tmp_path / "saved")
+    done = train(LAUNCH, "--optimizer", optimizer, "--compare", *files)
+    assert done.code == 0, done.err
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["losses"][-1] < facts["losses"][0] - 0.2
+    if DEVICE == "cpu":
+        assert facts["reference_losses"] == facts["losses"]
+
+
+def test_cuts_that_the_optimizer_cannot_use_are_refused(tmp_path):
+    options = ("--optimizer", "adamw8bit", "--granularity", "elements")
+    done = train(LAUNCH, *options, "--output-dir", tmp_path)
+    if RANKS > 1:
+        assert done.code == 2
+        assert "granularity_for" in done.err
+
+
 def test_a_run_says_what_it_did_once_and_without_noise(whole):
     _, facts, done = whole
     for words in ("Text: ", "Layout: 3 groups", "step 8/8", "it gives the same loss", "layout.png"):

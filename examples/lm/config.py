@@ -11,7 +11,7 @@ from lm.errors import BadInputError
 from lm.model import SIZES
 from vescale.fsdp.granularity import FORMS, parse_granularity
 
-LEARNING_RATES = {"muon": 0.01, "adamw": 0.003}
+LEARNING_RATES = {"muon": 0.01, "adamw": 0.003, "adamw8bit": 0.003, "soap": 0.003}
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -92,7 +92,12 @@ def _parser() -> argparse.ArgumentParser:
     sharding = parser.add_argument_group("ranks and sharding")
     add = sharding.add_argument
     add("--nproc", type=count, metavar="N", help="start N ranks here; not needed with torchrun")
-    add("--granularity", type=_granularity, default="rows:1", help=f"{FORMS} {default}")
+    add(
+        "--granularity",
+        type=_granularity,
+        default="auto",
+        help=f"{FORMS}, or auto: what the optimizer wants {default}",
+    )
     add("--param-dtype", choices=DTYPES, default="float32", help=f"to compute in {default}")
     add("--device", choices=DEVICES, default="auto", help=f"GPUs if there are enough {default}")
     add("--threads", type=count, metavar="N", help="of a rank on CPU (default: cores / ranks)")
@@ -132,7 +137,8 @@ def _seed(text: str) -> int:
 
 def _granularity(text: str) -> str:
     try:
-        parse_granularity(text)
+        if text != "auto":
+            parse_granularity(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

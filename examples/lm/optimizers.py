@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from lm.config import Config
-from vescale.fsdp.optim import split_params
+from vescale.fsdp.optim import SOAP, AdamW8bit, split_params
 
 WARMUP_STEPS = 10
 LAST_RATE = 0.1  # of the peak
@@ -19,19 +19,26 @@ def make_optimizers(
 ) -> tuple[Optimizer, ...]:
     """Return the optimizers of ``model``, sharded or not.
 
-    Muon takes the matrices between embedding and head, and AdamW the rest; or AdamW takes all. One
-    learning rate serves both, since ``match_rms_adamw`` gives Muon's updates the size of AdamW's.
+    Muon or SOAP takes the matrices between embedding and head, and AdamW the rest; or AdamW, with
+    8-bit state or without, takes all. One learning rate serves both, since ``match_rms_adamw``
+    gives Muon's updates the size of AdamW's. ``muon`` is ours, or torch's for a model that is not
+    sharded.
     """
-    if config.optimizer == "adamw":
-        decayed = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        return (AdamW(groups, lr=config.lr, betas=(0.9, 0.95)),)
+    options = {"lr": config.lr, "betas": (0.9, 0.95)}
+    if config.optimizer in ("adamw", "adamw8bit"):
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [(n, p) for n, p in named if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [(n, p) for n, p in named if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        kind = AdamW if config.optimizer == "adamw" else AdamW8bit
+        return (kind(groups, **options),)
     matrices, others = split_params(model)
-    return (
-        muon(matrices, lr=config.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        AdamW(others, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0),
-    )
+    if config.optimizer == "soap":
+        first = SOAP(matrices, lr=config.lr, weight_decay=0.1)
+    else:
+        first = muon(matrices, lr=config.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    return first, AdamW(others, weight_decay=0.0, **options)
 
 
 def set_rate(optimizers: Sequence[Optimizer], config: Config, step: int) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same training in one process with stock torch, to compare the losses with."""
+"""The same training in one process, to compare the losses with.
+
+With stock torch, but for the optimizers that torch has not.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from lm.optimizers import as_dtype, make_optimizers, set_rate, update
 # their gradients in another order than one process does, and that rounding grows step by step:
 # measured over 240 steps on 3 ranks 1e-6 with AdamW, 3e-3 with Muon, which amplifies it (it works
 # in bfloat16, where the last bit is 1/256), and 9e-3 when the model computes in bfloat16.
-TOLERANCES = {("adamw", "float32"): 1e-3, ("muon", "float32"): 2e-2}
+TOLERANCES = {("adamw", "float32"): 1e-3, ("muon", "float32"): 2e-2}  # others: the next line
 LOW_PRECISION_TOLERANCE = 5e-2
 
 

@@ -17,7 +17,7 @@ from lm.errors import BadInputError
 from lm.model import SIZES, Decoder, next_byte_loss
 from lm.optimizers import as_dtype, make_optimizers, set_rate, update
 from lm.ranks import Ranks
-from vescale.fsdp import MixedPrecisionPolicy, fully_shard
+from vescale.fsdp import MixedPrecisionPolicy, fully_shard, granularity_for
 from vescale.fsdp.granularity import parse_granularity
 from vescale.fsdp.optim import Muon
 
@@ -49,7 +49,7 @@ def make_sharded_model(config: Config, ranks: Ranks, seed: int) -> nn.Module:
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     options = {
         "mesh": mesh,
-        "granularity": parse_granularity(config.granularity),
+        "granularity": granularity_of(config),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=as_dtype(config.param_dtype), reduce_dtype=torch.float32
         ),
@@ -62,9 +62,22 @@ def make_sharded_model(config: Config, ranks: Ranks, seed: int) -> nn.Module:
         raise BadInputError(f"--granularity {config.granularity}: {error}") from error
 
 
+def granularity_of(config: Config):
+    """Return where matrices may be cut: as asked, or as the optimizer wants it."""
+    if config.granularity == "auto":
+        return granularity_for(config.optimizer)
+    return parse_granularity(config.granularity)
+
+
 def make_sharded_optimizers(config: Config, model: nn.Module) -> tuple[Optimizer, ...]:
-    """Return the optimizers of a sharded model, each working on this rank's parts."""
-    return make_optimizers(config, model, Muon)
+    """Return the optimizers of a sharded model, each working on this rank's parts.
+
+    Raises BadInputError for a granularity that the optimizer cannot work with.
+    """
+    try:
+        return make_optimizers(config, model, Muon)
+    except ValueError as error:  # on all ranks alike, before anything is sent
+        raise BadInputError(f"--granularity {config.granularity}: {error}") from error
 
 
 def train(
