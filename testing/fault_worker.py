@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from vescale.fsdp.checkpoint import CheckpointManager
 from vescale.fsdp.checkpoint import folder as on_disk
 from vescale.fsdp.state_dict import StateDictOptions, get_state_dict
 
+TIMEOUT = timedelta(seconds=60)
 SAMPLES = 12  # of all ranks together, so that 1, 2, 3 and 4 ranks see the same
 
 
@@ -142,7 +144,7 @@ def run(folder: Path, plan: Plan) -> None:
 
     on_disk.publish = publishing
     saved = folder / "saved"
-    manager = CheckpointManager(saved, keep_last=2, asynchronous=plan.asynchronous)
+    manager = CheckpointManager(saved, keep_last=2, asynchronous=plan.asynchronous, timeout=TIMEOUT)
     restored = manager.load(model, optimizer)
     start = restored.checkpoint.step if restored else 0
     tell(folder, "from", start)
@@ -170,6 +172,6 @@ def run(folder: Path, plan: Plan) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=TIMEOUT)  # what cannot connect is started again
     run(Path(sys.argv[1]), Plan.read(sys.argv[2]))
     dist.destroy_process_group()

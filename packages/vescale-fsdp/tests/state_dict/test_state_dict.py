@@ -17,8 +17,8 @@ import vescale.fsdp.state_dict
 from testing.memory import PeakBytes
 from testing.models import Block, batch, build, loss_of
 from testing.ranks import DEVICE
-from vescale.fsdp import Elements, Rows, fully_shard
-from vescale.fsdp.optim import Muon, split_params
+from vescale.fsdp import Elements, Rows, Whole, fully_shard
+from vescale.fsdp.optim import AdamW8bit, Muon, split_params
 from vescale.fsdp.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -228,6 +228,28 @@ def check_several_optimizers(rank, world_size):
         same(get_model_state_dict(other), get_model_state_dict(model))
 
 
+def check_quantized(rank, world_size):
+    """Codes and scales travel as they are, and bfloat16 parameters do not cast them."""
+    mesh = init_device_mesh(DEVICE, (world_size,))
+
+    def make(seed, granularity):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(40, 128), nn.Linear(128, 8)).to(DEVICE, torch.bfloat16)
+        fully_shard(model, mesh=mesh, granularity=granularity)
+        return model, AdamW8bit(model.named_parameters(), lr=0.01)
+
+    model, optimizer = make(0, Rows(32))
+    model(torch.ones(2, 40, device=DEVICE, dtype=torch.bfloat16)).square().sum().backward()
+    optimizer.step()
+    wholes = get_state_dict(model, optimizer, options=ON_RANK0)
+    other, new = make(1, Whole())
+    set_optimizer_state_dict(other, new, wholes[1], options=FROM_RANK0)
+    state = get_optimizer_state_dict(other, new)["state"]
+    same(state, get_optimizer_state_dict(model, optimizer)["state"])
+    assert state["0.weight"]["exp_avg_codes"].dtype == torch.uint8
+    assert state["0.weight"]["exp_avg_scale"].dtype == torch.float32
+
+
 def check_stock_state(rank, world_size):
     """Sharded states of FSDP2 go in as they are; ours into FSDP2 as whole ones."""
     mesh = init_device_mesh(DEVICE, (world_size,))
@@ -260,6 +282,7 @@ def check_all(rank, world_size):
     check_back(rank, world_size)
     check_first_state(rank, world_size)
     check_several_optimizers(rank, world_size)
+    check_quantized(rank, world_size)
     check_stock_state(rank, world_size)
 
 
