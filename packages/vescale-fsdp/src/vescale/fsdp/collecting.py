@@ -103,6 +103,12 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
     local = local_of(param) if isinstance(param, DTensor) else param
     if has_extension(param):
         return
+    if local.layout is not torch.strided or local.is_quantized:
+        raise NotImplementedError(
+            f"{fqn} is no dense tensor ({local.layout}, {local.dtype}), expected a strided one of "
+            "plain numbers; make it dense (.to_dense(), .dequantize()) before fully_shard, or pass "
+            "it in ignored_params to leave it as it is."
+        )
     if not _holds_plain_data(local):
         raise NotImplementedError(
             f"{fqn} is a {type(local).__name__}, expected an nn.Parameter, or a subclass of it "

@@ -45,6 +45,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module.")
     if not isinstance(module, FSDPModule):
         return
+    if not isinstance(method_name, str):
+        raise TypeError(
+            f"method_name={method_name!r} is a {type(method_name).__name__}, expected the name of "
+            "a method of the module."
+        )
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__} has no method {method_name!r}.")

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.state_dict.loading import LoadedKeys, load_model
 
 __all__ = ["LoadedKeys", "load_full_state_dict"]
@@ -41,6 +42,8 @@ def load_full_state_dict(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module.")
+    check_bool("from_rank0", from_rank0)
+    check_bool("strict", strict)
     _check_group()
     return load_model(model, state_dict, src=0 if from_rank0 else None, strict=strict)
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from vescale.dtensor import RaggedShard, redistribute_many
 from vescale.fsdp._torch_compat import foreach_mul_, foreach_norm
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.fqns import sharded_parameters
 from vescale.fsdp.mesh_sums import Home, plan_sums, reduce_slots
 
@@ -47,6 +48,9 @@ def clip_grad_norm_(
     before anything is scaled, if the total is not finite.
     """
     limit, order = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    check_bool("error_if_nonfinite", error_if_nonfinite)
+    if submesh_copies is not None:
+        check_bool("submesh_copies", submesh_copies)
     if limit < 0:
         raise ValueError(f"max_norm={limit} is negative, and would turn gradients around.")
     named = _parameters(module_or_params)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from vescale.dtensor.state import fill
 from vescale.dtensor.tensor import local_of
 from vescale.fsdp.agreement import agree
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.fqns import clean_fqn, groups_in
 from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.materialize import materialize
@@ -70,6 +71,7 @@ def init_empty(
     on one rank is an error on all.
     """
     _check(module, init)
+    check_bool("strict", strict)
     device = _resolve(module, device)
     for unit in units_of(module, recurse=True):
         unit.reshard()
@@ -285,9 +287,17 @@ def _resolve(module: nn.Module, device: torch.device | str | None) -> torch.devi
         if not homes:
             raise ValueError("no parameter is wrapped, so say on which device: device='cuda'.")
         return homes[0]
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"device={device!r} names no device, expected one such as 'cuda'."
+        ) from error
     if device.type == "meta":
         raise ValueError("device is meta, where tensors have no values; name a real device.")
+    for home in homes:
+        if home.type != device.type:
+            raise ValueError(f"device is {device}, but the model is wrapped for a mesh on {home}.")
     if device.type != "cpu" and device.index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     for home in homes:

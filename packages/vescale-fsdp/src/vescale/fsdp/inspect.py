@@ -8,6 +8,7 @@ answer on every rank. Offsets and sizes are in elements, except where a name say
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat, takewhile
+from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,6 +178,8 @@ def layout(model: nn.Module) -> Layout:
     """
     from vescale.fsdp.units import param_groups  # the runtime; a layout itself needs only plans
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module.")
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
     return layout_of_groups(param_groups(model), shapes)
 
@@ -204,6 +207,8 @@ def plot(model: nn.Module | Layout, path: str | Path) -> None:
             f"inspect.plot draws with matplotlib, which cannot be imported ({error}); "
             'install it with: pip install "vescale-fsdp[plot]"'
         ) from error
+    if not isinstance(path, (str, PathLike)):
+        raise TypeError(f"path is a {type(path).__name__}, expected the name of a file.")
     draw(model if isinstance(model, Layout) else layout(model), path)
 
 

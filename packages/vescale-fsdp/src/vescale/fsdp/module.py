@@ -112,6 +112,13 @@ class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSetti
         """Return an independent copy, sharded alike; gradients not yet reduced are not copied."""
         return copy_wrapped(self, UNIT, memo)
 
+    def __copy__(self) -> nn.Module:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied by copy.copy: two modules would share one set "
+            "of parameters, of which each gathers its own. Use copy.deepcopy for an independent "
+            "copy, or the module itself."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: its parameters live on several ranks. Save "

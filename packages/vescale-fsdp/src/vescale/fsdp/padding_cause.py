@@ -34,6 +34,10 @@ def padding_causes(plan: AnyPlan, *, over: float = 0.1) -> tuple[PaddingCause, .
     Empty where no tensors alike force as much: padding may come from several together. Plans a lane
     again for each of the largest blocks in it, but only where it has so much padding.
     """
+    if not isinstance(plan, AnyPlan):
+        raise TypeError(
+            f"plan is a {type(plan).__name__}, expected what plan() or plan_lanes() returned."
+        )
     lanes = plan.lanes if isinstance(plan, LanePlan) else (plan,)
     causes = []
     for lane in lanes:

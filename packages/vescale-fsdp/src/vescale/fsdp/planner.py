@@ -7,7 +7,7 @@ are tried first, are those of arXiv:2602.22437 (veScale-FSDP); the search is our
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
@@ -126,7 +126,7 @@ def plan(requests: Sequence[Request], world_size: int, *, align: int = 1) -> Pla
     """
     world_size = checked_integer(world_size, "world_size", 1)
     align = checked_integer(align, "align", 1)
-    requests = tuple(requests)
+    requests = checked_requests(requests)
     sizes = tuple((r.numel, max(1, min(r.block, r.numel))) for r in requests)
     offsets, shard_numel = _layout(sizes, world_size, align)
     return Plan(requests, offsets, shard_numel, world_size, align)
@@ -146,6 +146,23 @@ def _layout(
     requests = tuple(Request(str(i), *size) for i, size in enumerate(sizes))
     validate_plan(Plan(requests, tuple(offsets), shard_numel, world_size, align))
     return tuple(offsets), shard_numel
+
+
+def checked_requests(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Return ``requests`` as a tuple; raise TypeError if it holds anything else."""
+    if not isinstance(requests, Iterable):
+        raise TypeError(
+            f"requests is a {type(requests).__name__}, expected a list of Request(fqn, numel, "
+            "block), one for each tensor."
+        )
+    found = tuple(requests)
+    for place, request in enumerate(found):
+        if not isinstance(request, Request):
+            raise TypeError(
+                f"requests[{place}] is a {type(request).__name__}, expected a Request(fqn, numel, "
+                "block)."
+            )
+    return found
 
 
 def checked_integer(value: int, name: str, least: int) -> int:

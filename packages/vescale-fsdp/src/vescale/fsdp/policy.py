@@ -49,6 +49,17 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
                 f"mp_policy.{field}={dtype!r} is no floating-point dtype; pass for example "
                 "torch.bfloat16, or None to keep the parameters' dtype."
             )
+    if not isinstance(policy.cast_forward_inputs, bool):
+        raise TypeError(
+            f"mp_policy.cast_forward_inputs={policy.cast_forward_inputs!r} is a "
+            f"{type(policy.cast_forward_inputs).__name__}; pass True or False."
+        )
+    reduced = policy.reduce_dtype or policy.param_dtype
+    if reduced is not None and reduced.itemsize < 2:
+        raise ValueError(
+            f"mp_policy would reduce gradients in {reduced}, in which torch adds nothing; pass a "
+            "reduce_dtype such as torch.bfloat16 or torch.float32."
+        )
     override = getattr(policy, _OVERRIDE, None)
     if override is not None and not callable(override):
         raise TypeError(

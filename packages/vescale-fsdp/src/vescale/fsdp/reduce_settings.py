@@ -107,10 +107,15 @@ class ReduceSettings:
         without replicas, is where it runs (default: the current stream). On such a mesh the hook
         may bring gradients of other ranks in, so every parameter gets a ``.grad``, used or not.
 
-        Raises TypeError unless ``hook`` can be called; ValueError for a ``stream`` with replicas.
+        Raises TypeError unless ``hook`` can be called and ``stream`` is one; ValueError for a
+        ``stream`` with replicas.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook is a {type(hook).__name__}, expected a function of one tensor.")
+        if stream is not None and not isinstance(stream, torch.Stream):
+            raise TypeError(
+                f"stream is a {type(stream).__name__}, expected a torch.Stream or None."
+            )
         groups = unit_of(self).groups
         if stream is not None and any(g.data.replicate_axis is not None for g in groups):
             raise ValueError(

@@ -21,7 +21,7 @@ from vescale.fsdp.fqns import sharded_parameters
 from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.state_dict.flat import flatten
 from vescale.fsdp.state_dict.loading import LoadedKeys, load_model
-from vescale.fsdp.state_dict.named_optimizers import NamedOptimizers
+from vescale.fsdp.state_dict.named_optimizers import NamedOptimizers, several
 from vescale.fsdp.state_dict.names import StateNames
 from vescale.fsdp.state_dict.optimizer_loading import load_optimizers
 
@@ -111,7 +111,7 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ``get_model_state_dict`` and ``get_optimizer_state_dict`` of the same arguments."""
-    optimizers = _several(optimizers)
+    optimizers = several(optimizers)
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -192,7 +192,7 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> LoadedKeys:
     """Call ``set_model_state_dict`` and ``set_optimizer_state_dict``."""
-    optimizers = _several(optimizers)
+    optimizers = several(optimizers)
     result = set_model_state_dict(model, model_state_dict, options=options)
     if optimizers:
         set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
@@ -217,10 +217,6 @@ def _checked(
             "broadcast_from_rank0=True needs full_state_dict=True: rank 0 passes whole tensors."
         )
     return options
-
-
-def _several(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
-    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
 def _handed_out(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:

@@ -18,6 +18,19 @@ from vescale.fsdp.state_dict.names import StateNames
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
+def several(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
+    """Return one optimizer or several as a tuple; raise TypeError for anything else."""
+    listed = isinstance(optimizers, Iterable)
+    found = tuple(optimizers) if listed else (optimizers,)
+    for optimizer in found:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizers {'has' if listed else 'is'} a {type(optimizer).__name__}, expected an "
+                "optimizer of torch.optim's kind, or several."
+            )
+    return found
+
+
 class NamedOptimizers:
     """The optimizers of ``model``, with the FQN of each of their parameters.
 
@@ -25,14 +38,7 @@ class NamedOptimizers:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> None:
-        single = isinstance(optimizers, Optimizer)
-        self.optimizers = (optimizers,) if single else tuple(optimizers)
-        for optimizer in self.optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(
-                    f"optimizers has a {type(optimizer).__name__}, expected an optimizer of "
-                    "torch.optim's kind, or several."
-                )
+        self.optimizers = several(optimizers)
         self.names = StateNames(model)
         params = sharded_parameters(model)
         self._params = [*params.values()]  # so that their ids stay theirs
