@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API of the veScale of 2023 to 2025, by its old names, on stock torch.
 
-What exists so far: ``dtensor``, ``dmodule``, ``model.patch``, ``devicemesh_api`` and ``debug``.
+What exists so far: ``dtensor``, ``dmodule``, ``model.patch``, ``ddp``, ``optim``,
+``devicemesh_api`` and ``debug``.
 Importing this package patches nothing and prints nothing.
 """
 
 import vescale.legacy._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 
 # isort: split
-from vescale.legacy import debug, devicemesh_api, dmodule, dtensor, model
+from vescale.legacy import ddp, debug, devicemesh_api, dmodule, dtensor, model, optim
+from vescale.legacy.ddp import DistributedDataParallel
 from vescale.legacy.dmodule import PlacementsInterface, is_dmodule, parallelize_module
 from vescale.legacy.dtensor import (
     DeviceMesh,
@@ -28,16 +30,22 @@ from vescale.legacy.dtensor import (
     vescale_all_reduce,
     vescale_reduce_scatter,
 )
+from vescale.legacy.optim import BasicOptimizer, BasicOptimizerHook, DistributedOptimizer
 
 __all__ = [
+    "BasicOptimizer",
+    "BasicOptimizerHook",
     "DTensor",
     "DeviceMesh",
+    "DistributedDataParallel",
+    "DistributedOptimizer",
     "InterleavedShard",
     "Partial",
     "Placement",
     "PlacementsInterface",
     "Replicate",
     "Shard",
+    "ddp",
     "debug",
     "devicemesh_api",
     "distribute_tensor",
@@ -48,6 +56,7 @@ __all__ = [
     "is_dmodule",
     "model",
     "normalize_placements",
+    "optim",
     "parallelize_module",
     "redistribute_dtensor",
     "to_local",

@@ -20,6 +20,8 @@ FACTORIES: dict[Callable, Callable] = {
     torch.ones: factory.ones,
     torch.empty: factory.empty,
     torch.full: factory.full,
+    torch.rand: factory.rand,
+    torch.randn: factory.randn,
     torch.arange: factory.arange,
 }
 REFUSED = ("out", "names", "generator")

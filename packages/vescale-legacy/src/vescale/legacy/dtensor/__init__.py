@@ -3,10 +3,11 @@
 
 from torch.distributed.tensor import DTensor
 
+from vescale.legacy.dtensor import random
 from vescale.legacy.dtensor.comparison import allclose, equal
 from vescale.legacy.dtensor.conversion import distribute_tensor, from_local, to_local
 from vescale.legacy.dtensor.device_mesh import DeviceMesh, init_device_mesh
-from vescale.legacy.dtensor.factory import arange, empty, full, ones, zeros
+from vescale.legacy.dtensor.factory import arange, empty, full, ones, rand, randn, zeros
 from vescale.legacy.dtensor.implicit import no_implicit_resharding
 from vescale.legacy.dtensor.loss import loss_parallel
 from vescale.legacy.dtensor.normalize import normalize_placements
@@ -44,6 +45,9 @@ __all__ = [
     "no_implicit_resharding",
     "normalize_placements",
     "ones",
+    "rand",
+    "randn",
+    "random",
     "redistribute_dtensor",
     "to_local",
     "vescale_all_gather",

@@ -9,12 +9,14 @@ import torch.distributed.tensor as stock
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.random import use_mode
 from vescale.legacy.dtensor._utils import check_interleaved
 from vescale.legacy.dtensor.conversion import keep_on_first
 from vescale.legacy.dtensor.normalize import mesh_or_current, normalize_placements
 from vescale.legacy.dtensor.placement_types import Placement, Replicate
+from vescale.legacy.dtensor.random import single_device_rand
 
-__all__ = ["arange", "empty", "full", "ones", "zeros"]
+__all__ = ["arange", "empty", "full", "ones", "rand", "randn", "zeros"]
 
 
 def zeros(*size: Any, **options: Any) -> DTensor:
@@ -41,6 +43,20 @@ def empty(*size: Any, **options: Any) -> DTensor:
 def full(size: Sequence[int], fill_value: Any, **options: Any) -> DTensor:
     """Return a tensor full of one value; see ``zeros``."""
     return _make(stock.full, _size((size,)), (fill_value,), **options)
+
+
+def rand(*size: Any, **options: Any) -> DTensor:
+    """Return this rank's part of ``torch.rand(*size)`` of one device; see ``zeros``.
+
+    Ranks must be seeded alike. Their generators end where that of one device ends. With
+    ``VESCALE_SINGLE_DEVICE_RAND=0`` each rank draws for itself.
+    """
+    return _draw("uniform_", size, options)
+
+
+def randn(*size: Any, **options: Any) -> DTensor:
+    """Return this rank's part of ``torch.randn(*size)`` of one device; see ``rand``."""
+    return _draw("normal_", size, options)
 
 
 def arange(
@@ -84,6 +100,18 @@ def _make(
     out = stock_factory(
         size, *value, dtype=dtype, device_mesh=mesh, placements=_without_partial(placements)
     )
+    return _as_partial(out, placements).requires_grad_(requires_grad)
+
+
+def _draw(fill: str, size: tuple, options: dict[str, Any]) -> DTensor:
+    requires_grad, placements = options.pop("requires_grad", False), options.pop("placements", None)
+    mesh = mesh_or_current(options.pop("device_mesh", None))
+    placements = normalize_placements(
+        placements, mesh.ndim, tensor_ndim=len(_size(size)), none_as_replicate=True
+    )
+    out = empty(*size, device_mesh=mesh, placements=_without_partial(placements), **options)
+    with use_mode("device" if single_device_rand() else "off"):
+        getattr(out, fill)()
     return _as_partial(out, placements).requires_grad_(requires_grad)
 
 
