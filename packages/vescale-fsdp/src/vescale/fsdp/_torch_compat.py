@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one home of the torch-private names that this package uses; checked on torch 2.13.0."""
+"""The one home of torch-private names of this package; checked on torch 2.11 and 2.13."""
 
 import functools
 import sys

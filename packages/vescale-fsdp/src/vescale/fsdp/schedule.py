@@ -492,6 +492,8 @@ class Schedule:
         self._forward_order = []
         self._record, self._hidden, self._frame = None, {}, None
         self._records.clear()
+        for record in self._walked:
+            record.leave()
         self._walked.clear()
         self._expected.clear()
         self._ready.clear()
