@@ -42,7 +42,7 @@ def torchrun(folder, plan, nproc, max_restarts):
             command, cwd=ROOT, env=environ, stdout=words, stderr=words, start_new_session=True
         )
     try:
-        run.wait(timeout=600)
+        run.wait(timeout=1800)  # starts take minutes on a machine with many others
     finally:
         if run.poll() is None:
             run.terminate()  # torchrun then ends its ranks
