@@ -11,6 +11,7 @@ from types import ModuleType
 import vescale.dtensor
 
 METHODS = ("from_local", "redistribute", "full_tensor", "to_local", "local_block", "as_torch")
+PLAN = ("param", "input", "output", "grad", "explain")
 LIBRARY = ("ragged_spec", "make_ragged", "set_local", "adopt")  # of vescale.dtensor.tensor
 OPENING = """\
 # vescale.dtensor
@@ -103,8 +104,12 @@ def page() -> str:
     for name in METHODS:
         parts.append(entry(f"DTensor.{name}", getattr(vescale.dtensor.DTensor, name)))
     parts.append("\n## Making and moving\n")
-    rest = [name for name in ours if name not in (*first, "DTensor")]
+    plan = importlib.import_module("vescale.dtensor.plan")
+    rest = [name for name in ours if name not in (*first, "DTensor", *plan.__all__)]
     parts += [entry(name, getattr(vescale.dtensor, name)) for name in rest]
+    parts += ["\n## vescale.dtensor.plan\n", entry("Plan", plan.Plan)]
+    parts += [entry(f"Plan.{name}", getattr(plan.Plan, name)) for name in PLAN]
+    parts += [entry(name, getattr(plan, name)) for name in ("parallelize", "llama_tp_sp")]
     for name in ("random", "state", "debug"):
         module = importlib.import_module(f"vescale.dtensor.{name}")
         parts.append(f"\n## vescale.dtensor.{name}\n")

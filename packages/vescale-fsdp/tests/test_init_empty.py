@@ -48,6 +48,22 @@ class Experts(nn.Module):
         self.weight.data.normal_(std=0.02)
 
 
+class Bilinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(7, 6))
+
+
+class ResetsChildren(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Bilinear()
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.xavier_uniform_(self.inner.weight)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -243,6 +259,16 @@ def check_seeds_and_errors(rank, world_size):
         torch.manual_seed(2 + rank)
         init_empty(model, DEVICE)
         assert torch.equal(model.weight.full_tensor(), expected.weight)
+
+    # A module that resets those under it, which are torch's DTensors.
+    expected = in_one_process(ResetsChildren, seed=2)
+    model = on_meta(ResetsChildren)
+    model.inner.weight = nn.Parameter(
+        distribute_tensor(model.inner.weight.detach(), mesh, [Shard(0)])
+    )
+    torch.manual_seed(2)
+    init_empty(model, DEVICE)
+    equal(model, expected)
 
     def bad(fqn, module):
         if dist.get_rank() == world_size - 1:

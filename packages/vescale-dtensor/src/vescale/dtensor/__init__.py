@@ -23,6 +23,7 @@ from vescale.dtensor.placement import (
     is_ragged_shard,
     rebuild_ragged_shard,
 )
+from vescale.dtensor.plan import Plan, parallelize
 from vescale.dtensor.tensor import DTensor
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "DeviceMesh",
     "Partial",
     "Placement",
+    "Plan",
     "RaggedShard",
     "Replicate",
     "Shard",
@@ -44,6 +46,7 @@ __all__ = [
     "init_device_mesh",
     "is_ragged_shard",
     "ones",
+    "parallelize",
     "rand",
     "randn",
     "redistribute_many",

@@ -47,6 +47,7 @@ __all__ = [
     "compile_cuda_kernel",
     "compute_global_tensor_info",
     "compute_local_shape_and_global_offset",
+    "current_backward",
     "current_mesh",
     "enable_foreach",
     "enable_subclass_dispatch",
@@ -57,6 +58,7 @@ __all__ = [
     "kernel",
     "list_kernel",
     "make_wrapper",
+    "on_backward_end",
     "reduce_scatter_single",
     "replace_tensor_impl",
     "spec_with_meta",
@@ -112,6 +114,19 @@ def current_mesh():
         raise RuntimeError(
             "there is no current mesh: pass device_mesh=, or make this call inside `with mesh:`."
         ) from error
+
+
+def current_backward() -> int:
+    """Return the id of the backward pass that this thread runs, -1 outside of any.
+
+    Checked on 2.13.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def on_backward_end(callback) -> None:
+    """Call ``callback`` when the backward pass that runs now has ended. Checked on 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def implicit_replication_enabled() -> bool:

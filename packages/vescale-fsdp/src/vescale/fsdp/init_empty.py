@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor import random
 from vescale.dtensor.state import fill
 from vescale.dtensor.tensor import local_of
 from vescale.fsdp.agreement import agree
@@ -80,7 +81,8 @@ def init_empty(
     slots.allocated()
     error: Exception | None = None
     mesh = _widest_mesh(module)
-    with one_random_stream(mesh, device), torch.no_grad(), torch.device(device):
+    one_device = random.use_mode("device")  # for DTensors below a module that resets them all
+    with one_random_stream(mesh, device), one_device, torch.no_grad(), torch.device(device):
         try:
             for fqn, submodule in _children_first(module):
                 _initialise(fqn, submodule, slots, init)
