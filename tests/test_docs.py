@@ -115,6 +115,9 @@ def test_blocks_run_in_order(page, tmp_path):
             known = {shape(line) for line in printed.splitlines()}
             missing = [line for line in code.splitlines() if shape(line) not in known]
             assert not missing, f"{page.name} shows lines that the block above no longer prints"
+        elif (language, words) == ("text", ["exact"]):
+            wrong = [line for line in code.splitlines() if line not in printed.splitlines()]
+            assert not wrong, f"{page.name} shows what the block above does not print: {wrong}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -64,3 +64,8 @@ def test_verbose_says_what_went_where_and_why(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("rest") and "lm_head.weight  (head)" in line for line in lines)
     assert any("layers.1.q.weight  (hidden matrix)" in line for line in lines)
+
+
+def test_parameters_without_names_are_refused():
+    with pytest.raises(TypeError, match=r"got a Parameter, .*pass the model"):
+        split_params(Model(tied=False).parameters())

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule as StockModule
 
 from vescale.fsdp.module import FSDPModule
 from vescale.fsdp.policy import DataParallelMeshDims
@@ -49,6 +50,12 @@ def _check_module(module: nn.Module) -> None:
         raise ValueError(
             f"{type(module).__name__} is wrapped already; call fully_shard once per module."
         )
+    for name, inner in module.named_modules():
+        if isinstance(inner, StockModule):
+            raise ValueError(
+                f"{name or type(module).__name__} is wrapped by torch.distributed.fsdp's "
+                "fully_shard; import fully_shard from vescale.fsdp for every module of a model."
+            )
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         raise ValueError(
             f"{type(module).__name__} has no forward to gather for; wrap the modules inside it, "

@@ -26,12 +26,21 @@ aten = torch.ops.aten
 
 
 def foreach_norm(func, args, kwargs, ref):
-    """``_foreach_norm(tensors, ord=2, dtype=None)``; meshes and placements may be mixed."""
+    """``_foreach_norm(tensors, ord=2, dtype=None)``; meshes and placements may be mixed.
+
+    Plain tensors may not: each rank may have its own, and would get another norm of all.
+    """
     order = float(args[1]) if len(args) > 1 else 2.0
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     for x in args[0]:
         if not isinstance(x, TorchDTensor):
-            continue
+            raise RuntimeError(
+                f"{func} got DTensors and a plain tensor of shape {tuple(x.shape)}, which may "
+                "differ between ranks: a parameter outside of every sharded module, perhaps. Shard "
+                "it too, say with fully_shard on the model itself; or, where all ranks hold the "
+                "same, make it replicated, distribute_tensor(x, mesh, [Replicate()]), or clip with "
+                "vescale.fsdp.clip_grad_norm_."
+            )
         check_is_ours(x)
         if _is_pending(x._spec):
             unsupported(func, "a Partial placement still has to be reduced", x)

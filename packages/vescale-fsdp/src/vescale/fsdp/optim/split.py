@@ -39,13 +39,21 @@ def split_params(
         predicate: ``predicate(fqn, param)``, asked with the first name of each parameter; True
             sends it to Muon, False to ``rest``, None leaves it to the rule.
         verbose: print one line for each parameter: where it went, its shape, name and reason.
+
+    Raises TypeError for parameters without names.
     """
     names: dict[nn.Parameter, list[str]] = {}
     embeddings: set[nn.Parameter] = set()
     if isinstance(model, nn.Module):
         embeddings.update(_embedding_weights(model))
         model = model.named_parameters(remove_duplicate=False)
-    for fqn, param in model:
+    for pair in model:
+        if not isinstance(pair, tuple):
+            raise TypeError(
+                f"split_params got a {type(pair).__name__}, expected a module or (name, parameter) "
+                "pairs; pass the model, or model.named_parameters()."
+            )
+        fqn, param = pair
         names.setdefault(param, []).append(fqn)
 
     muon_params, rest = [], []
