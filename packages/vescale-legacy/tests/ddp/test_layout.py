@@ -32,3 +32,9 @@ def test_the_last_parameter_is_first():
     layout = lay_out([8, 4, 3], 6, 2)
     assert layout.slots == (Slot(8, 16, 1), Slot(3, 7, 0), Slot(0, 3, 0))
     assert layout.buckets == ((0, 8), (8, 16))
+
+
+def test_parameters_without_elements_open_no_bucket():
+    layout = lay_out([0, 3, 0], 2, 2)
+    assert layout.slots == (Slot(3, 3, 0), Slot(0, 3, 0), Slot(0, 0, 0))
+    assert layout.buckets == ((0, 4),)

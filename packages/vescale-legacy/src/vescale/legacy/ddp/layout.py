@@ -28,20 +28,23 @@ class Layout:
 def lay_out(numels: Sequence[int], bucket_numel: int | None, divisor: int) -> Layout:
     """Lay parameters out in reverse, as their gradients come, closing a bucket when it is full.
 
-    A bucket is full with ``bucket_numel`` elements or more; None makes one bucket. The end of each
-    is padded so that ``divisor`` divides its length.
+    A bucket is full with ``bucket_numel`` elements or more; None makes one bucket. Parameters
+    without elements join the bucket before them. The end of each bucket is padded so that
+    ``divisor`` divides its length.
     """
     slots: list[Slot | None] = [None] * len(numels)
     buckets: list[tuple[int, int]] = []
     start = end = 0
+
+    def close() -> int:
+        stop = start + -(-(end - start) // divisor) * divisor
+        buckets.append((start, stop))
+        return stop
+
     for index in reversed(range(len(numels))):
+        if numels[index] and bucket_numel is not None and end - start >= bucket_numel:
+            start = end = close()
         slots[index] = Slot(end, end + numels[index], len(buckets))
         end += numels[index]
-        if bucket_numel is not None and end - start >= bucket_numel:
-            end = start + -(-(end - start) // divisor) * divisor
-            buckets.append((start, end))
-            start = end
-    if end > start or not buckets:
-        end = start + -(-(end - start) // divisor) * divisor
-        buckets.append((start, end))
+    end = close()
     return Layout(tuple(slots), tuple(buckets), end)
