@@ -300,9 +300,13 @@ def check_hook(rank, world_size, replicas):
     (group,) = param_groups(model)
     assert [flat.shape for flat in seen] == [(group.plan.shard_numel,)]
     with pytest.raises(ValueError, match="stream is given for a mesh with replicas"):
-        model.set_all_reduce_hook(lambda flat: None, stream=object())
+        model.set_all_reduce_hook(
+            lambda flat: None, stream=torch.get_device_module(DEVICE).Stream()
+        )
     with pytest.raises(TypeError, match="hook is a int"):
         model.set_all_reduce_hook(3)
+    with pytest.raises(TypeError, match=r"stream is a object, expected a torch\.Stream"):
+        model.set_all_reduce_hook(lambda flat: None, stream=object())
     model.set_all_reduce_hook(None)
     once(model, rank)
     assert_gradients(model, mean)

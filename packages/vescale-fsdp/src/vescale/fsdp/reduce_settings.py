@@ -112,7 +112,8 @@ class ReduceSettings:
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook is a {type(hook).__name__}, expected a function of one tensor.")
-        if stream is not None and not isinstance(stream, torch.Stream):
+        # Of any device: torch.cpu.Stream is no torch.Stream.
+        if stream is not None and not callable(getattr(stream, "wait_stream", None)):
             raise TypeError(
                 f"stream is a {type(stream).__name__}, expected a torch.Stream or None."
             )
