@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COPIES = {"copy_", "_to_copy", "clone", "cat", "_chunk_cat", "chunk_cat", "all_gather_copy_in"}
+COPIES |= {"_foreach_copy_"}
 SPLITS = {"split_with_sizes_copy"}
 LARGE = 2**14  # bytes; smaller allocations are no buffers
 
@@ -41,7 +42,7 @@ class Count(TorchDispatchMode):
             return out
         self.operators += 1
         if func._schema.name.partition("::")[2] in COPIES:
-            written = args[0] if name == "copy" else out
+            written = args[0] if name in ("copy", "foreach_copy") else out
             written = (written,) if isinstance(written, torch.Tensor) else written or ()
             self.copied += sum(t.nbytes for t in written)
         elif name in SPLITS:
@@ -64,7 +65,8 @@ def _payload(name: str, args: tuple) -> int:
         return args[0][0].nbytes * size // (size - 1)
     if name == "recv":
         return 0
-    full = args[1] if name in ("reduce_scatter_base", "alltoall_base") else args[0]
+    reduced = ("reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall_base")
+    full = args[1] if name in reduced else args[0]
     return full.nbytes if isinstance(full, torch.Tensor) else sum(t.nbytes for t in full)
 
 

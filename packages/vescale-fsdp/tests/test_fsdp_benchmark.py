@@ -17,6 +17,7 @@ def check_counters(rank, world_size, kind):
         assert ours["largest relative loss difference"] < 5e-7
         assert ours["operators added"] <= 0.5 * theirs["operators added"]
         assert ours["page faults"] >= 0
+        assert ours["copied in backward"] >= 1, "every gradient is written once at least"
     # gloo's own collectives copy inside; ours copy this rank's part of a gather, in sight.
     assert sides["stock"]["copied in forward"] == 0
     assert sides["vescale"]["copied in forward"] <= 1 / world_size + 0.01
