@@ -20,11 +20,11 @@ from vescale.fsdp._torch_compat import set_version
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.inference import ordinary_tensors
 from vescale.fsdp.lanes import LanePlan
-from vescale.fsdp.managed import OWNER_ATTRIBUTE, SLICE_ALIGN_BYTES
+from vescale.fsdp.managed import OWNER_ATTRIBUTE
 from vescale.fsdp.offload import check_home, host_copies
 from vescale.fsdp.packed import Packing
 from vescale.fsdp.param_group import ParamGroup, State, Taker
-from vescale.fsdp.planner import Plan, Request
+from vescale.fsdp.planner import Plan, Request, slice_align
 from vescale.fsdp.ranges import profiled
 from vescale.fsdp.saved_tensors import Watch
 
@@ -80,7 +80,7 @@ class ExtensionGroup(ParamGroup):
         rows = item.block[0]
         chunk = -(-rows // size) * math.prod(item.block[1:])
         # Where the rows allow it, every part starts on a multiple of 16 bytes.
-        align = math.gcd(SLICE_ALIGN_BYTES // self.narrowest_dtype().itemsize, chunk) or 1
+        align = math.gcd(slice_align(self.narrowest_dtype().itemsize), chunk) or 1
         request = Request(item.fqn, item.block.numel(), max(chunk, 1))
         return LanePlan.of(Plan((request,), (0,), chunk, size, align))
 

@@ -15,6 +15,7 @@ from vescale.fsdp._torch_compat import foreach_add_, foreach_copy_, foreach_zero
 from vescale.fsdp.collectives import Collectives, Pending
 from vescale.fsdp.dbuffer import DBuffer
 from vescale.fsdp.lanes import AnyPlan
+from vescale.fsdp.slices import flags_numel
 
 
 class _Place:
@@ -58,13 +59,12 @@ class GradientBuffer:
         device: torch.device,
         collectives: Collectives | None = None,
     ) -> None:
-        flags = len(plan.requests) if plan.shard_numel else 0
         self._buffer = DBuffer(
             plan,
             group,
             dtype=dtype,
             device=device,
-            tail=-(-flags // plan.align) * plan.align,  # keeps every part aligned
+            tail=flags_numel(plan),
             collectives=collectives,
         )
         self._pieces: list[list[torch.Tensor]] | None = None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One parameter under management: where it is, how it may be cut, and its two forms."""
 
-import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,9 @@ from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.granularity import Granularity, unit_runs
 from vescale.fsdp.lanes import AnyPlan, LanePlan, plan_lanes
 from vescale.fsdp.parallel import Parallel
-from vescale.fsdp.planner import Request
+from vescale.fsdp.planner import Request, slice_align
 from vescale.fsdp.policy import MixedPrecisionPolicy
 
-SLICE_ALIGN_BYTES = 16  # slower collectives below it: pytorch/pytorch #195450
 OWNER_ATTRIBUTE = "_vescale_owner"  # on a parameter that a group replaced
 
 
@@ -177,7 +175,7 @@ def plan_of(
     Every rank's part starts on a multiple of 16 bytes in each dtype the layout is used with,
     ``narrowest`` being the narrowest of them. What lanes save is counted in ``gathered``.
     """
-    align = SLICE_ALIGN_BYTES // math.gcd(SLICE_ALIGN_BYTES, narrowest.itemsize)
+    align = slice_align(narrowest.itemsize)
     requests = [item.request() for item in managed]
     itemsize = gathered.itemsize
     return plan_lanes(requests, world_size, align=align, lanes=lanes, itemsize=itemsize)

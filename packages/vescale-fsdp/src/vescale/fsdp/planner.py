@@ -6,6 +6,7 @@ rank ``i`` owns ``[i * shard_numel, (i + 1) * shard_numel)``. The goal, and the 
 are tried first, are those of arXiv:2602.22437 (veScale-FSDP); the search is our own.
 """
 
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from itertools import chain, repeat
 from vescale.fsdp.shard_search import search_layout
 from vescale.fsdp.validate import validate_plan
 
-__all__ = ["Plan", "Request", "plan", "validate_plan"]
+__all__ = ["SLICE_ALIGN_BYTES", "Plan", "Request", "plan", "slice_align", "validate_plan"]
+
+SLICE_ALIGN_BYTES = 16  # slower collectives below it: pytorch/pytorch #195450
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,14 @@ def plan(requests: Sequence[Request], world_size: int, *, align: int = 1) -> Pla
     sizes = tuple((r.numel, max(1, min(r.block, r.numel))) for r in requests)
     offsets, shard_numel = _layout(sizes, world_size, align)
     return Plan(requests, offsets, shard_numel, world_size, align)
+
+
+def slice_align(itemsize: int) -> int:
+    """Return the elements that a rank's part must be a multiple of, to begin on 16 bytes.
+
+    ``itemsize`` is in bytes, of the narrowest dtype that the layout is used with.
+    """
+    return SLICE_ALIGN_BYTES // math.gcd(SLICE_ALIGN_BYTES, itemsize)
 
 
 @lru_cache(maxsize=4096)

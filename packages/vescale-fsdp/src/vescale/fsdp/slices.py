@@ -13,6 +13,15 @@ from functools import cached_property
 from vescale.fsdp.lanes import AnyPlan
 
 
+def flags_numel(plan: AnyPlan) -> int:
+    """Return the tail that carries a flag for each tensor, and keeps every rank's part aligned.
+
+    0 where there is nothing to carry them beside.
+    """
+    flags = len(plan.requests) if plan.shard_numel else 0
+    return -(-flags // plan.align) * plan.align
+
+
 @dataclass(frozen=True)
 class Piece:
     """A view of the full buffer: [numel] elements, or [rows, numel] every ``stride``."""

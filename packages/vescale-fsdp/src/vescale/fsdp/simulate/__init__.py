@@ -18,14 +18,13 @@ import torch
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.lanes import LanePlan, check_lanes, plan_lanes
 from vescale.fsdp.padding_cause import PaddingCause, padding_causes
-from vescale.fsdp.planner import Request
+from vescale.fsdp.planner import Request, slice_align
 from vescale.fsdp.presets import granularity_for
 from vescale.fsdp.simulate.memory import OPTIMIZERS, most, spans_of, state_nbytes
 from vescale.fsdp.simulate.shapes import Unit, shipped, units_of
+from vescale.fsdp.slices import Slices, flags_numel
 
 __all__ = ["Setup", "Simulation", "UnitCost", "shipped", "simulate", "units_of"]
-
-SLICE_ALIGN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Setup:
     def align(self) -> int:
         """What a shard's elements are a multiple of: 16 bytes in each of the dtypes."""
         narrowest = min(d.itemsize for d in (self.dtype, self.param_dtype, self.reduce_dtype))
-        return SLICE_ALIGN_BYTES // math.gcd(SLICE_ALIGN_BYTES, narrowest)
+        return slice_align(narrowest)
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ class UnitCost:
     @property
     def reduced_nbytes(self) -> int:
         """The buffer of the full gradients, which one reduction takes, flags included."""
-        flags = -(-len(self.unit.params) // self.setup.align) * self.setup.align
-        numel = (self.plan.shard_numel + flags) * self.plan.world_size
+        numel = Slices(self.plan, flags_numel(self.plan)).full_numel
         return numel * self.setup.reduce_dtype.itemsize
 
     @property
@@ -145,9 +143,8 @@ class Simulation:
     @property
     def gradients_nbytes(self) -> int:
         """Their gradients: the flags that travel with them included."""
-        align, itemsize = self.setup.align, self.setup.dtype.itemsize
-        flags = sum(c.unit.count * -(-len(c.unit.params) // align) * align for c in self.units)
-        return self.parameters_nbytes + flags * itemsize
+        flags = sum(cost.unit.count * flags_numel(cost.plan) for cost in self.units)
+        return self.parameters_nbytes + flags * self.setup.dtype.itemsize
 
     @cached_property
     def optimizer_nbytes(self) -> int:

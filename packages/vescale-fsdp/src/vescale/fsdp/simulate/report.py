@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from vescale.fsdp.inspect import readable
-from vescale.fsdp.simulate import SLICE_ALIGN_BYTES, Setup, Simulation, UnitCost
+from vescale.fsdp.planner import SLICE_ALIGN_BYTES
+from vescale.fsdp.simulate import Setup, Simulation, UnitCost
 
 COLUMNS = ("unit", "count", "elements", "lanes", "padding", "shard", "gathered", "reduced")
 CHOICES = (
