@@ -36,7 +36,8 @@ def torchrun(folder, plan, nproc, max_restarts):
         *("--max-restarts", str(max_restarts), "--monitor-interval", "0.1"),
         *("-m", "testing.fault_worker", str(folder), plan.text()),
     )
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    # Else ranks that start again may meet at an address of the attempt before, and wait for ever.
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with open(folder / "stderr", "a") as words:
         run = subprocess.Popen(
             command, cwd=ROOT, env=environ, stdout=words, stderr=words, start_new_session=True
