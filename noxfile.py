@@ -6,7 +6,6 @@
 
 import ctypes
 import hashlib
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,10 +104,18 @@ def faults(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build all sdists and wheels into dist/; ``-- vescale-fsdp-v0.1.0``: what this tag names."""
-    names = [released(session, tag) for tag in session.posargs] or PACKAGES
     install(session, "build")
-    for name in names:
+    for tag in session.posargs:
+        session.run("python", "-m", "tools.release_source", tag)
+    for name in [tag.split("-")[1] for tag in session.posargs] or PACKAGES:
         session.run("python", "-m", "build", "--outdir", "dist", f"packages/vescale-{name}")
+
+
+@nox.session
+def release_check(session: nox.Session) -> None:
+    """Verify that packages can be released: ``-- fsdp``, or a tag; ``-- --help`` has the rest."""
+    install(session, "release")
+    session.run("python", "-m", "tools.release_check", *session.posargs)
 
 
 def run_suite(session: nox.Session, suite: str, *, device: str) -> None:
@@ -170,18 +177,3 @@ def cuda_devices() -> int:
     count = ctypes.c_int()
     failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     return 0 if failed else count.value
-
-
-def released(session: nox.Session, tag: str) -> str:
-    """Return the package that a release tag names, once its version and changelog agree."""
-    match = re.fullmatch(r"vescale-(\w+)-v(.+)", tag)
-    if not match or match[1] not in PACKAGES:
-        session.error(f"{tag} is no release tag; one looks like vescale-fsdp-v0.1.0")
-    name, version = match.groups()
-    folder = Path(f"packages/vescale-{name}")
-    declared = nox.project.load_toml(folder / "pyproject.toml")["project"]["version"]
-    if declared != version:
-        session.error(f"{tag}: {folder}/pyproject.toml says version {declared}; make them equal")
-    if f"\n## [{version}]" not in (folder / "CHANGELOG.md").read_text():
-        session.error(f"{tag}: {folder}/CHANGELOG.md has no section [{version}]; see RELEASING.md")
-    return name
