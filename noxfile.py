@@ -6,6 +6,7 @@
 
 import ctypes
 import hashlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,19 @@ def release_check(session: nox.Session) -> None:
     session.run("python", "-m", "tools.release_check", *session.posargs)
 
 
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Ask the package index for known weaknesses of what the tests install; needs a network."""
+    freeze = ("-m", "pip", "freeze", "--exclude-editable")
+    listed = run(session, torch_env(session), "python", *freeze, silent=True)
+    install(session, "audit")
+    pins = Path(session.create_tmp(), "installed.txt")
+    pins.write_text(re.sub(r"\+\w+$", "", listed, flags=re.MULTILINE))  # no index has 2.13.0+cpu
+    # strict: what the index was not asked about, or did not know, is no pass
+    options = ("--strict", "--no-deps", "--disable-pip", "--requirement", str(pins))
+    session.run("pip-audit", *options, *session.posargs)
+
+
 def run_suite(session: nox.Session, suite: str, *, device: str) -> None:
     """Run one suite; every suite has a pytest run, so also a fork server, of its own."""
     bin_dir = torch_env(session)
@@ -126,8 +140,8 @@ def run_suite(session: nox.Session, suite: str, *, device: str) -> None:
     run(session, bin_dir, "pytest", folder, *session.posargs, env=environ)
 
 
-def run(session: nox.Session, bin_dir: Path, program: str, *args: str, **options: Any) -> None:
-    session.run(str(bin_dir / program), *args, external=True, **options)
+def run(session: nox.Session, bin_dir: Path, program: str, *args: str, **options: Any) -> Any:
+    return session.run(str(bin_dir / program), *args, external=True, **options)
 
 
 def install(session: nox.Session, group: str) -> None:
