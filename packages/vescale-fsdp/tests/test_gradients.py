@@ -76,3 +76,20 @@ def check_sparse(rank, world_size):
 
 def test_sparse_gradients_are_written_dense(run_ranks):
     run_ranks(check_sparse, 2)
+
+
+def check_nothing_to_reduce(rank, world_size):
+    """Tensors without elements, of which some had no gradient, alone in their group."""
+    p = plan([Request("a", 0), Request("b", 0)], world_size, align=4)
+    buffer = GradientBuffer(p, dist.group.WORLD, dtype=torch.float32, device=torch.device(DEVICE))
+    for written in ((), (1,), (0, 1)):
+        for index in written:
+            buffer.write(index, torch.empty(0, 4, device=DEVICE))
+        buffer.start(scale=1 / world_size)
+        shard = buffer.finish()
+        assert shard.shape == (0,)
+        assert buffer.unused(shard) == set()
+
+
+def test_tensors_without_elements_need_no_gradient(run_ranks):
+    run_ranks(check_nothing_to_reduce, 2)

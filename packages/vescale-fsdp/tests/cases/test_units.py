@@ -390,6 +390,39 @@ def check_kinds(rank, world_size):
             assert torch.equal(model.get_parameter(name).full_tensor(), param), name
 
 
+class Nothing(nn.Module):
+    """In units and dtypes of their own, used or not: parameters without elements (row L1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.used = nn.Parameter(torch.empty(0, 5))
+        self.unused = nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return self.linear(x).square().mean() + (x @ self.used.t()).sum()
+
+
+class NothingAtAll(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = (nn.Parameter(torch.empty(0, 5)) for _ in range(2))
+
+    def forward(self, x):
+        return x.sum() + (x @ self.used.t()).sum()
+
+
+def check_nothing(rank, world_size):
+    for module in (Nothing(), NothingAtAll()):
+        model = fully_shard(module.to(DEVICE))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(inputs(rank, 5).requires_grad_()).backward()
+            assert model.used.grad.shape == (0, 5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # --- accumulation: rows 47, 52 ------------------------------------------------------------------
 
 
@@ -523,6 +556,7 @@ def check_second(rank, world_size):
     check_frozen(rank, world_size)
     check_root(rank, world_size)
     check_kinds(rank, world_size)
+    check_nothing(rank, world_size)
     check_no_sync(rank, world_size)
     check_outputs(rank, world_size)
     check_parametrisation(rank, world_size)

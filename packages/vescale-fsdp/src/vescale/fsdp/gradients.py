@@ -115,7 +115,7 @@ class GradientBuffer:
         if scale != 1.0:
             buffer.full.mul_(scale)
         self._flags.fill_(1)
-        if unused:
+        if unused and self._flags.numel():  # none where no tensor has elements
             self._flags[:, unused] = 0
         self.written = set()
         self._work = buffer.reduce_scatter(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
