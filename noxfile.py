@@ -120,6 +120,15 @@ def release_check(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation as a site into site/html; warnings are errors."""
+    install(session, "docs")
+    session.run("python", "-m", "tools.site", silent=True)
+    session.run("zensical", "build", "--strict", "--clean")
+    print("Read it: python -m http.server --directory site/html")
+
+
+@nox.session
 def audit(session: nox.Session) -> None:
     """Ask the package index for known weaknesses of what the tests install; needs a network."""
     freeze = ("-m", "pip", "freeze", "--exclude-editable")
