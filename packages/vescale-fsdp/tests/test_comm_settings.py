@@ -209,7 +209,7 @@ def check_reductions_in_flight(rank, world_size):
 
         def note(*_, model=model, most=most):
             schedule = model.layers[0]._vescale_unit.schedule
-            most.append(len(schedule._reducing))
+            most.append(len(schedule.turns.reducing))
 
         for layer in model.layers:
             layer.register_full_backward_hook(note)

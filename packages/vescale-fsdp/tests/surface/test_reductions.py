@@ -186,12 +186,12 @@ def check_reductions_in_flight(rank, world_size):
             chunk.set_is_last_backward(False)
             chunk(torch.ones(2, 4, device=DEVICE)).sum().backward()
         schedules = [unit_of(chunk).schedule for chunk in chunks]
-        under_way = {id(group) for schedule in schedules for group in schedule._reducing}
+        under_way = {id(group) for schedule in schedules for group in schedule.turns.reducing}
         assert len(under_way) == (1 if shared else 2)
         for chunk in chunks:
             chunk.set_is_last_backward(True)
             chunk(torch.ones(2, 4, device=DEVICE)).sum().backward()
-        assert not any(s._reducing for s in schedules)
+        assert not any(s.turns.reducing for s in schedules)
     torch.testing.assert_close(
         chunks[0].bias.grad.full_tensor(), torch.full((4,), 8.0, device=DEVICE)
     )

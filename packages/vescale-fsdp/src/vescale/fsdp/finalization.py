@@ -29,7 +29,7 @@ class GradientReductionHandle:
                 "forward, backward and finalize_backward() again."
             )
         self._schedule.awaited = None
-        self._schedule.finish_reductions()
+        self._schedule.turns.finish()
         self._schedule = None
 
 
@@ -91,7 +91,7 @@ class BackwardFinalization:
         schedule.finalize()
         if async_op:
             return GradientReductionHandle(schedule)
-        schedule.finish_reductions()
+        schedule.turns.finish()
         return None
 
 

@@ -145,7 +145,7 @@ class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSetti
         unit = unit_of(self)
         unit.put_back()
         if unit.schedule is not None:
-            unit.schedule.finish_reductions()
+            unit.schedule.turns.finish()
         for group in unit.groups:
             group.prepare_move()
         super()._apply(fn, recurse)

@@ -231,6 +231,11 @@ class ParamGroup(ShardedGroup):
             self._check_same_unit("reduce")
             self.reduction.start()
 
+    def collect_reduce(self) -> None:
+        """Wait for the first collective of the reduction under way, and free its buffer."""
+        with self._naming_failures("reduction of the gradients"):
+            self.reduction.collect()
+
     def advance_reduce(self) -> bool:
         """Launch the second collective of the reduction under way, if it has one.
 

@@ -127,7 +127,7 @@ class Reduction:
 
     def take(self, index: int, grad: torch.Tensor) -> None:
         """Write the gradient of full parameter ``index`` into the buffer, or add it."""
-        self._collect()  # from this very buffer, if the parameter is used once more
+        self.collect()  # from this very buffer, if the parameter is used once more
         self._gradients().write(index, grad)
 
     def use(self, collectives: Collectives) -> None:
@@ -166,7 +166,7 @@ class Reduction:
         Returns whether something is left to ``finish``.
         """
         if self._scaling is not None:
-            self._collect()
+            self.collect()
             scaling, self._scaling = self._scaling, None
             reduced, self._arrived = self._arrived, None
             average = scaling.average
@@ -184,7 +184,7 @@ class Reduction:
                 self._work = dist.all_reduce(reduced, op=op, group=group, async_op=True)
         return self._reduced is not None
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Wait for the reduce-scatter under way, if any.
 
         What follows it is left to ``advance``: when gradients come, ranks may differ.
@@ -271,7 +271,7 @@ class Reduction:
 
     def drop(self) -> None:
         """Wait for the collective under way, and forget it and what waits for a reduction."""
-        self._collect()
+        self.collect()
         self._scaling = self._arrived = None
         self._owed = False
         if self._work is not None:

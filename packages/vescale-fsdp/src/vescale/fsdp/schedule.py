@@ -9,9 +9,8 @@ derives alike from the order of the forwards, never from the data:
 - instead of either, what the user chose for the unit;
 - in the place of a unit that backward passes by, the same as if it had come there: on another rank
   it may have;
-- reductions in the reverse of the order in which the units were first used, each when backward can
-  come to the unit no more. A unit that is ready early waits for its turn, and one whose parameters
-  had no gradient takes its turn with zeros. Replicas agree on that order once.
+- reductions in turns of their own (see ``reduce_turns``), each when backward can come to the unit
+  no more.
 
 A forward of the root and one of a unit by itself (an encoder, the head for each chunk of a loss)
 have orders of their own, told apart by the *entry*: the unit that is called first. Each outermost
@@ -24,6 +23,11 @@ flag that travels with a reduction would have to be waited for before the next g
 Where there are streams, a collective runs on its process group's stream between two points of the
 current stream: it starts after the work issued so far and is waited for where its result is used.
 All buffers are allocated and freed on the current stream, so no buffer changes its owner.
+
+On CPU, ranks gather and reduce with the cores that compute, so there is little to win by doing it
+beside them, and memory to lose: backward puts a gather ahead off until the next collective is due,
+which is when the unit before is freed, and waits for reductions where it would need another buffer
+for gradients. The order of collectives stays the same.
 """
 
 import weakref
@@ -36,21 +40,20 @@ from vescale.fsdp._torch_compat import (
     on_backward_end,
     reentrant_checkpoint,
 )
-from vescale.fsdp.agreement import agree_on_order
 from vescale.fsdp.forward_record import ForwardRecord
+from vescale.fsdp.reduce_turns import ReduceTurns
+from vescale.fsdp.unit_list import UnitList
 
 if TYPE_CHECKING:
-    from vescale.fsdp.param_group import ParamGroup
     from vescale.fsdp.unit import Unit
-
-ALL_REDUCES_IN_FLIGHT = 1
 
 
 class Schedule:
     """Order and progress of the units of one root. Holds them weakly, by index."""
 
     def __init__(self) -> None:
-        self._units: list[weakref.ref[Unit]] = []
+        self._units = UnitList()
+        self.turns = ReduceTurns(self._units, self.launch_postponed)
         self._depth = 0
         self._in_backward = False
         self._entry = 0
@@ -65,26 +68,14 @@ class Schedule:
         self._records: list[weakref.ref[ForwardRecord]] = []  # the newest last; graphs hold them
         self._hidden: dict[int, ForwardRecord] = {}  # that no tensor leads to, by entry
         self._walked: list[ForwardRecord] = []  # by the backward that runs, the newest last
-        self._reduce_order: list[int] = []  # by first start of forward, ever
-        self._agreed = False  # whether the replicas have agreed on it
-        self._expected: set[int] = set()  # units that the backward that runs has to reduce
-        self._ready: set[int] = set()
-        self._reducing: list[ParamGroup] = []  # over the ranks that shard
-        self._replicating: list[ParamGroup] = []  # then over those that repeat
+        self._postponed: weakref.ref[Unit] | None = None  # gathered before the next collective
         # Whether the caller ends the backwards that ran since the last end; None: none ran.
         self.manual: bool | None = None
         self.awaited: object | None = None  # a handle that somebody has to wait for
 
     def add(self, unit: "Unit") -> int:
         """Take ``unit`` in and return its index."""
-        self._units.append(weakref.ref(unit))
-        return len(self._units) - 1
-
-    def _unit(self, index: int) -> "Unit | None":
-        return self._units[index]()
-
-    def _live(self) -> "list[Unit]":
-        return [unit for ref in self._units if (unit := ref()) is not None]
+        return self._units.add(unit)
 
     @property
     def in_backward(self) -> bool:
@@ -109,11 +100,10 @@ class Schedule:
             )
         if not self._in_backward:
             self._forward_order.append(unit.index)
-            if unit.index not in self._reduce_order:
-                self._reduce_order.append(unit.index)
+            self.turns.note(unit)
 
     def _start_iteration(self, entry: "Unit") -> None:
-        for unit in self._live():
+        for unit in self._units.live():
             unit.start_iteration(entry)
             if unit.post_optim_event is not None:
                 unit.post_optim_event.wait()
@@ -139,10 +129,10 @@ class Schedule:
         """
         units = [unit]
         if unit.borrowed:
-            units += [u for u in self._live() if any(g in unit.borrowed for g in u.groups)]
+            units += [u for u in self._units.live() if any(g in unit.borrowed for g in u.groups)]
         indices = {each.index for each in units if each.trainable}
         if self._in_backward:
-            self._expected |= indices
+            self.turns.expected |= indices
         else:
             self._record.armed |= indices
 
@@ -159,7 +149,7 @@ class Schedule:
             return  # another path than last time; a wrong guess would only cost
         self._forward_cursor = at + 1
         if at + 1 < len(order) and not unit.forward_prefetch:
-            self._prefetch(self._unit(order[at + 1]))
+            self._prefetch(self._units.at(order[at + 1]))
 
     def end_forward(self, unit: "Unit", *, hooked: bool) -> tuple[ForwardRecord, int] | None:
         """Return the place that backward will come to, of the forward of ``unit`` that ends.
@@ -212,7 +202,7 @@ class Schedule:
         self._hidden.pop(record.entry, None)
         if record.units and not record.hooked:
             self._hidden[record.entry] = record
-        for other in self._live():
+        for other in self._units.live():
             other.end_partly_run(unit)
             other.drop_unclaimed()
 
@@ -237,27 +227,13 @@ class Schedule:
         if not self._in_backward:
             self._in_backward = True
             if self.manual is None:
-                self.manual = any(unit.manual_finalization for unit in self._live())
+                self.manual = any(unit.manual_finalization for unit in self._units.live())
             on_backward_end(self._leave_backward)
-            self._agree_on_order()
+            self.turns.agree()
         if record is None:
             record = self._record_of(unit)
         if record is not None and record.cursor is None:
             self._walk(record)
-
-    def _agree_on_order(self) -> None:
-        """Reduce in one order on all replicas, though each ran other units first. Only once."""
-        if self._agreed:
-            return
-        self._agreed = True
-        units = [unit for unit in self._live() if unit.replicated]
-        data = dict.fromkeys(group.data for unit in units for group in unit.groups)
-        for mesh in data:
-            if mesh.replicas > 1:
-                device = units[0].groups[0].device
-                self._reduce_order = agree_on_order(
-                    self._reduce_order, len(self._units), mesh.replicate_group, device
-                )
 
     def _record_of(self, unit: "Unit") -> ForwardRecord | None:
         """Return the forward to which a use of ``unit`` in backward belongs, by all that is known.
@@ -282,11 +258,11 @@ class Schedule:
             self._walk_to_the_end(self._walked[-1])
         record.walk()
         self._walked.append(record)
-        self._expected |= record.armed | record.replicated
+        self.turns.expected |= record.armed | record.replicated
         for index in record.absent:
-            unit = self._unit(index)
+            unit = self._units.at(index)
             if unit is not None and not self.awaits(unit):
-                self.ready(unit)
+                self.turns.ready(unit)
 
     def place(self, unit: "Unit") -> tuple[ForwardRecord, int] | None:
         """Return the place of ``unit`` that backward must have come to, if any."""
@@ -297,10 +273,10 @@ class Schedule:
     def catch_up(self, record: ForwardRecord, place: int) -> None:
         """Do what other ranks may do with the units that backward has passed by on its way."""
         for at in range(record.cursor - 1, place, -1):
-            unit = self._unit(record.units[at])
+            unit = self._units.at(record.units[at])
             self._come_to(record, at)
             for again in record.rerun(at):
-                other = self._unit(record.units[again])
+                other = self._units.at(record.units[again])
                 if other is not None:
                     other.pass_by_forward()
             if unit is not None:
@@ -317,7 +293,19 @@ class Schedule:
         for ref in unit.backward_prefetch:
             self._prefetch(ref())
         if place and not unit.backward_prefetch:
-            self._prefetch(self._unit(record.units[place - 1]))
+            other = self._units.at(record.units[place - 1])
+            if other is None or not other.lean:
+                self._prefetch(other)
+            elif other.gathers_in_backward:
+                self.launch_postponed()
+                self._postponed = weakref.ref(other)
+
+    def launch_postponed(self) -> None:
+        """Launch a gather that was put off: no other collective of these units may overtake it."""
+        postponed, self._postponed = self._postponed, None
+        unit = postponed() if postponed is not None else None
+        if unit is not None:
+            unit.prefetch()
 
     def finish(self, record: ForwardRecord, place: int) -> None:
         """Note that autograd is done with the unit at ``place``."""
@@ -326,7 +314,7 @@ class Schedule:
 
     def _finish(self, record: ForwardRecord, places: list[int]) -> None:
         for at in places:
-            unit = self._unit(record.units[at])
+            unit = self._units.at(record.units[at])
             if record.finish(at) and unit is not None:
                 self._settle(unit)
 
@@ -353,65 +341,16 @@ class Schedule:
             self.catch_up(record, record.first - 1)
         self._come_to(record, -1)
 
-    def ready(self, unit: "Unit") -> None:
-        """Note that backward has passed ``unit``, and reduce what has its turn.
-
-        A unit that lends a parameter has its turn at the end of the pass: the gradient is complete
-        when all borrowers are done.
-        """
-        if unit.lends or not (unit.index in self._expected or unit.has_gradients):
-            return
-        self._ready.add(unit.index)
-        for index in reversed(self._reduce_order):
-            if index in self._ready:
-                self._reduce(index)
-            elif index in self._expected and not self._lends(index):
-                return
-
-    def _lends(self, index: int) -> bool:
-        unit = self._unit(index)
-        return unit is not None and unit.lends
-
-    def _reduce(self, index: int) -> None:
-        self._expected.discard(index)
-        self._ready.discard(index)
-        unit = self._unit(index)
-        if unit is None:
-            return
-        for group in unit.groups:
-            if group.trainable and not group.reduce_options.sync:
-                group.put_off_reduce()
-            elif group.trainable:
-                self._start(group)
-
-    def _start(self, group: "ParamGroup") -> None:
-        while len(self._reducing) >= group.reduce_options.in_flight:
-            self._advance(self._reducing.pop(0))
-        group.start_reduce()
-        self._reducing.append(group)
-
-    def _advance(self, group: "ParamGroup") -> None:
-        """Let the all-reduce of ``group`` run while the next group is reduced."""
-        if group.advance_reduce():
-            self._replicating.append(group)
-            while len(self._replicating) > ALL_REDUCES_IN_FLIGHT:
-                self._replicating.pop(0).finish_reduce()
-
     def _leave_backward(self) -> None:
+        self.launch_postponed()
         if self._walked:
             self._walk_to_the_end(self._walked[-1])
         self._in_backward = False
-        for index in reversed(self._reduce_order):
-            unit = self._unit(index)
-            if index in self._expected or (unit is not None and unit.has_gradients):
-                self._reduce(index)
-        for unit in self._live():  # an owner that never ran itself, only its borrowers
-            if unit.has_gradients or unit.index in self._expected:
-                self._reduce(unit.index)
+        self.turns.reduce_the_rest()
         if not self.manual:
             self.manual = None
-            if all(unit.is_last_backward for unit in self._live()):
-                self.finish_reductions()
+            if all(unit.is_last_backward for unit in self._units.live()):
+                self.turns.finish()
         walked, self._walked = self._walked, []
         for record in walked:
             record.leave()
@@ -419,9 +358,8 @@ class Schedule:
         waiting = set().union(
             *(r.armed for r in self._records_alive() if not r.spent and r.entry not in entries)
         )
-        self._ready.clear()
-        self._expected.clear()
-        for unit in self._live():
+        self.turns.end_pass()
+        for unit in self._units.live():
             unit.leave_backward(reshard=unit.index not in waiting)
 
     def reduce_now(self, units: "list[Unit]") -> None:
@@ -434,18 +372,8 @@ class Schedule:
                 "gradients cannot be reduced by hand inside of a forward or backward; call "
                 "reduce_gradients() after it, or reset_iter_state() if it raised."
             )
-        self._start_all(units)
-        self.finish_reductions()
-
-    def _start_all(self, units: "list[Unit]", *, due: bool = False) -> None:
-        """Start the reductions of ``units`` that ever ran, with ``due`` only of those that wait."""
-        ran = [unit for unit in units if unit.index in self._reduce_order]
-        ran.sort(key=lambda unit: -self._reduce_order.index(unit.index))
-        for unit in [*ran, *(unit for unit in units if unit.lends and unit not in ran)]:
-            for group in unit.groups:
-                waits = group.has_gradients and group.reduce_options.sync
-                if group.trainable and (waits or not due):
-                    self._start(group)
+        self.turns.start_all(units)
+        self.turns.finish()
 
     def finalize(self) -> None:
         """Start what backwards left to reduce, and shard what is sharded after a backward."""
@@ -459,25 +387,11 @@ class Schedule:
                 "finalize_backward() was called inside of a forward or backward; call it after, "
                 "or reset_iter_state() if that raised."
             )
-        units = self._live()
-        self._start_all(units, due=True)
+        units = self._units.live()
+        self.turns.start_all(units, due=True)
         for unit in units:
             unit.leave_backward(reshard=True)
         self.manual = None
-
-    def finish_reductions(self) -> None:
-        """Wait for the reductions under way and hand their results over."""
-        while self._reducing:
-            self._advance(self._reducing.pop(0))
-        while self._replicating:
-            self._replicating.pop(0).finish_reduce()
-        for unit in self._live():
-            unit.settle()
-
-    def share_reductions(self, other: "Schedule") -> None:
-        """Count reductions in flight together with those of ``other``, a root beside this one."""
-        self.finish_reductions()
-        self._reducing, self._replicating = other._reducing, other._replicating
 
     # --- recovery ---------------------------------------------------------------------------
 
@@ -495,13 +409,9 @@ class Schedule:
         for record in self._walked:
             record.leave()
         self._walked.clear()
-        self._expected.clear()
-        self._ready.clear()
+        self._postponed = None
+        self.turns.forget()
         if drop_gradients:
             self.manual = self.awaited = None
-        units = self._live()
-        mine = {id(group) for unit in units for group in unit.groups}
-        for under_way in (self._reducing, self._replicating):
-            under_way[:] = [group for group in under_way if id(group) not in mine]
-        for unit in units:
+        for unit in self._units.live():
             unit.reset(drop_gradients=drop_gradients)

@@ -24,4 +24,4 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
             become_root(unit)
         schedules.append(unit.schedule)
     for schedule in schedules[1:]:
-        schedule.share_reductions(schedules[0])
+        schedule.turns.share(schedules[0].turns)

@@ -104,6 +104,11 @@ class Unit:
         return any(group.has_gradients for group in self.groups)
 
     @property
+    def lean(self) -> bool:
+        """Whether collectives use the cores that compute: overlap then costs more than it gives."""
+        return any(group.device.type == "cpu" for group in self.groups)
+
+    @property
     def gathers_in_backward(self) -> bool:
         """Whether backward gathers ahead of a use: as the user chose, unless no use is noticed."""
         return self.unshard_in_backward or self._unwatched
@@ -126,7 +131,7 @@ class Unit:
     def join(self, schedule: Schedule) -> None:
         """Take part in ``schedule`` from now on."""
         if self.schedule is not None:
-            self.schedule.finish_reductions()
+            self.schedule.turns.finish()
         self.schedule = schedule
         self.index = schedule.add(self)
 
@@ -135,6 +140,7 @@ class Unit:
     def unshard(self) -> None:
         """Gather the full parameters and put them into the modules."""
         groups = self.all_groups
+        self._let_postponed_pass(groups)
         for group in groups:
             group.gather()
         for group in groups:
@@ -142,8 +148,14 @@ class Unit:
 
     def prefetch(self) -> None:
         """Launch the gather; somebody will wait for it."""
-        for group in self.all_groups:
+        groups = self.all_groups
+        self._let_postponed_pass(groups)
+        for group in groups:
             group.gather()
+
+    def _let_postponed_pass(self, groups: list[ParamGroup]) -> None:
+        if self.schedule is not None and any(group.state is State.SHARDED for group in groups):
+            self.schedule.launch_postponed()
 
     def reshard(self, *, keep: bool = False) -> None:
         """Give the full parameters up; their memory goes with the last unit that uses them.
@@ -342,8 +354,12 @@ class Unit:
 
     def gradient_arrived(self) -> None:
         """Have the pass's end noticed, also where nothing that a forward saved leads here."""
-        if self.schedule is not None and not self.in_backward and current_backward() != -1:
+        if self.schedule is None:
+            return
+        if not self.in_backward and current_backward() != -1:
             self.schedule.enter_backward(self)
+        if self.lean:
+            self.schedule.turns.make_room(self.groups[0].reduce_options.in_flight - 1)
 
     def inputs_done(self, call: _Call) -> None:
         """Note that the inputs of ``call`` have their gradients."""
@@ -357,14 +373,11 @@ class Unit:
 
     def leave_early(self) -> None:
         """Note that backward is done with the unit, before its end."""
-        if self.trainable:
-            self.schedule.ready(self)
-        self._reshard_in_backward()
-
-    def _reshard_in_backward(self) -> None:
         if self.reshard_after_backward:
             self.reshard()
             self.in_backward = False
+        if self.trainable:
+            self.schedule.turns.ready(self)
 
     def leave_backward(self, *, reshard: bool) -> None:
         """Note that the pass has ended; ``reshard`` unless a backward of the unit is to come."""
