@@ -154,6 +154,30 @@ def check_weights_are_freed_between_uses(rank, world_size):
     assert max(live) <= 2, live
 
 
+def check_backward_on_cpu_holds_two_buffers(rank, world_size):
+    """Of one layer: the weights and the gradients, or one of them and that of its neighbour."""
+    for options in ({}, {"reshard_after_forward": False}):
+        model, most = wrapped(**options), 0
+        buffers = [b for g in param_groups(model) if g.name for b in buffers_of(g)]
+        allocate = DBuffer.allocate_full
+
+        def counted(buffer, allocate=allocate, buffers=buffers):
+            nonlocal most
+            full = allocate(buffer)
+            most = max(most, sum(b.has_full for b in buffers))
+            return full
+
+        for step in range(2):
+            loss = loss_of(model, batch(step, rank, DEVICE))
+            with mock.patch.object(DBuffer, "allocate_full", counted):
+                loss.backward()
+        assert most == (len(LAYERS) + 1 if options else 2), most
+
+
+def buffers_of(group):
+    return group.weights, group.reduction._gradients()._buffer
+
+
 def check_recovery(rank, world_size):
     model, twin = wrapped(), wrapped()
 
@@ -208,6 +232,8 @@ def check_all(rank, world_size):
     if world_size > 1:
         check_unready_unit_waits_for_its_turn(rank, world_size)
     check_weights_are_freed_between_uses(rank, world_size)
+    if DEVICE == "cpu":
+        check_backward_on_cpu_holds_two_buffers(rank, world_size)
     check_recovery(rank, world_size)
     dist.barrier()
 
