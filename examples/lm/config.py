@@ -13,6 +13,7 @@ from vescale.fsdp.granularity import FORMS, parse_granularity
 
 LEARNING_RATES = {"muon": 0.01, "adamw": 0.003, "adamw8bit": 0.003, "soap": 0.003}
 DTYPES = ("float32", "bfloat16")
+GATHERED_AS = ("parameters", "int8", "float8")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -31,6 +32,7 @@ class Config:
     lr: float
     granularity: str
     param_dtype: str
+    gather_as: str
     seed: int
     device: str
     threads: int | None
@@ -99,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{FORMS}, or auto: what the optimizer wants {default}",
     )
     add("--param-dtype", choices=DTYPES, default="float32", help=f"to compute in {default}")
+    add(
+        "--gather-as",
+        choices=GATHERED_AS,
+        default="parameters",
+        help=f"what layers' weights are sent as; codes have a scale for 32 x 32 of them {default}",
+    )
     add("--device", choices=DEVICES, default="auto", help=f"GPUs if there are enough {default}")
     add("--threads", type=count, metavar="N", help="of a rank on CPU (default: cores / ranks)")
 

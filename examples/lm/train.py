@@ -17,7 +17,7 @@ from lm.errors import BadInputError
 from lm.model import SIZES, Decoder, next_byte_loss
 from lm.optimizers import as_dtype, make_optimizers, set_rate, update
 from lm.ranks import Ranks
-from vescale.fsdp import MixedPrecisionPolicy, fully_shard, granularity_for
+from vescale.fsdp import BlockScaled, MixedPrecisionPolicy, fully_shard, granularity_for
 from vescale.fsdp.granularity import parse_granularity
 from vescale.fsdp.optim import Muon
 
@@ -49,15 +49,14 @@ def make_sharded_model(config: Config, ranks: Ranks, seed: int) -> nn.Module:
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     options = {
         "mesh": mesh,
-        "granularity": granularity_of(config),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=as_dtype(config.param_dtype), reduce_dtype=torch.float32
         ),
     }
     try:
         for layer in model.layers:
-            fully_shard(layer, **options)
-        return fully_shard(model, **options)
+            fully_shard(layer, **options, **layer_options(config))
+        return fully_shard(model, **options, granularity=granularity_of(config))
     except ValueError as error:  # on all ranks alike: a granularity that no matrix here has
         raise BadInputError(f"--granularity {config.granularity}: {error}") from error
 
@@ -67,6 +66,15 @@ def granularity_of(config: Config):
     if config.granularity == "auto":
         return granularity_for(config.optimizer)
     return parse_granularity(config.granularity)
+
+
+def layer_options(config: Config) -> dict:
+    """Return how a layer may be cut, and what its weights are sent as."""
+    if config.gather_as == "parameters":
+        return {"granularity": granularity_of(config)}
+    codes = {"int8": torch.int8, "float8": torch.float8_e4m3fn}[config.gather_as]
+    asked = None if config.granularity == "auto" else granularity_of(config)
+    return {"granularity": asked, "gather_as": BlockScaled(codes, block=32)}
 
 
 def make_sharded_optimizers(config: Config, model: nn.Module) -> tuple[Optimizer, ...]:

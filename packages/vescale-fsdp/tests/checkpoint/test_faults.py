@@ -137,9 +137,10 @@ def test_no_kill_loses_a_complete_checkpoint(tmp_path):
         assert not lost, (plan, begun)
         same(folder, reference, exact=begin == end == RANKS)
         complete, skipped = find(folder / "saved")
-        # Two are kept; a third one stays where the kill came before it was removed, at the last save.
+        # Two are kept; a third one stays where a kill came before the last save removed it.
         kept = [manifest.step for _, manifest in complete]
-        assert kept and kept == [STEPS, STEPS - 1, STEPS - 2][: len(kept)], plan
+        assert len(kept) > 0, plan
+        assert kept == [STEPS, STEPS - 1, STEPS - 2][: len(kept)], plan
         assert not skipped, plan
         killed += kills
         moments = ", ".join(f"rank {k.rank} in {k.phase} {k.step}" for k in plan.kills)

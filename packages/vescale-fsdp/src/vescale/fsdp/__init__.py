@@ -2,6 +2,7 @@
 """Fully sharded data parallel with torch's ``fully_shard`` API, on RaggedShard parameters."""
 
 import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
+from vescale.fsdp.block_scaled import BlockScaled
 from vescale.fsdp.finalization import GradientReductionHandle
 from vescale.fsdp.forward_methods import register_fsdp_forward_method
 from vescale.fsdp.full_parameters import iter_full_parameters
@@ -29,6 +30,7 @@ from vescale.fsdp.sharing import share_comm_ctx
 
 __all__ = [
     "Block",
+    "BlockScaled",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "Elements",

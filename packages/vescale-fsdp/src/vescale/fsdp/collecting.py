@@ -11,11 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import is_ragged_shard
 from vescale.dtensor.tensor import local_of
+from vescale.fsdp.block_scaled import BlockScaled
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.extension import check_rows, has_extension
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
+from vescale.fsdp.offload import OffloadPolicy, offloads
 from vescale.fsdp.parallel import parallel_of
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.policy import MixedPrecisionPolicy, policy_for
@@ -150,6 +152,34 @@ def check_devices(items: list[Managed], name: str, device: torch.device) -> None
             f"{name} has {meta[0]} on the meta device and {real[0]} on {device}; materialise all "
             "of the module's parameters before fully_shard, or none."
         )
+
+
+def check_tiles(
+    items: list[Managed],
+    gather_as: BlockScaled | None,
+    offload: OffloadPolicy,
+    device: torch.device,
+) -> None:
+    """Raise unless every tile that gets a scale of its own stays on one rank."""
+    if gather_as is None:
+        return
+    if offloads(offload) and device.type != "cpu":
+        raise NotImplementedError(
+            "gather_as finds scales where shards are computed with, and CPUOffloadPolicy keeps "
+            "them on the host; use one of the two."
+        )
+    for item in items:
+        if has_extension(item.original):
+            continue
+        tiling = gather_as.tiling(item.block, item.original.dtype)
+        if tiling is None:
+            continue
+        block = item.granularity.block_numel(item.block, fqn=item.fqn)
+        if block % tiling.band_numel and block < item.block.numel():
+            raise ValueError(
+                f"{item.fqn}: {item.granularity} cuts tiles of {gather_as}; leave granularity "
+                f"out, or use {tiling.granularity} or a multiple of it, or Whole()."
+            )
 
 
 def split(items: list[Managed]) -> list[list[Managed]]:

@@ -12,8 +12,10 @@ from vescale.fsdp import param_group, saved_tensors, unit
 from vescale.fsdp._torch_compat import leave_untraced
 from vescale.fsdp.agreement import agree_everywhere
 from vescale.fsdp.arguments import check_reshard, reshard_over
+from vescale.fsdp.block_scaled import BlockScaled, check_gather_as
 from vescale.fsdp.collecting import (
     check_devices,
+    check_tiles,
     collect,
     describe,
     own_params,
@@ -76,6 +78,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = None,
     lanes: int | Literal["auto"] = "auto",
+    gather_as: BlockScaled | None = None,
 ) -> FSDPModule | list[FSDPModule]:
     """Shard ``module``'s parameters over ``mesh``, in place, and return it.
 
@@ -119,6 +122,11 @@ def fully_shard(
     - ``lanes``: how many buffers, gathered and reduced in one launch, share the parameters of one
       dtype, so that one with long rows does not force padding on all others. "auto": up to 3, where
       that saves more than a further collective costs; 1: one buffer; 2 or 3: so many.
+    - ``gather_as``: ``BlockScaled(dtype, block)`` sends weights as codes of one byte with a scale
+      for each tile, found on the rank that has the tile, and computes with what they stand for.
+      Gradients, optimizer states and checkpoints are those of the sharded parameters, which stay
+      exact. The granularity must keep tiles whole, and does by default. Results do not depend on
+      the number of ranks. None: weights are sent in the dtype they are computed with.
 
     Returns what was passed. Afterwards ``module``'s class is ``FSDP<its class>``, a subclass of it
     and of ``FSDPModule``; its parameters are ``nn.Parameter``s holding RaggedShard DTensors, views
@@ -149,9 +157,13 @@ def fully_shard(
         ignored = ignored_set(ignored_params)
         check_placement_fn(shard_placement_fn)
         check_lanes(lanes)
+        check_gather_as(gather_as)
+        if gather_as is not None and granularity is None:
+            granularity = gather_as.granularity
         reshard = reshard_over(reshard_after_forward, data.shards)
         items, ties = collect(modules, ignored, granularity, shard_placement_fn, mp_policy, data)
         check_devices(items, names_of(modules), device)
+        check_tiles(items, gather_as, offload_policy, device)
         found = split(items)
         for items in found:  # they may be on meshes of their own
             reshard_over(reshard_after_forward, items[0].data.shards)
@@ -161,17 +173,12 @@ def fully_shard(
         reshard = False  # no other rank's memory to save it for
     own = own_params(modules, ignored)
     meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
-    options = f"{without_override(mp_policy)}, {offload_policy}, lanes={lanes!r}"
+    options = f"{without_override(mp_policy)}, {offload_policy}, lanes={lanes!r}, {gather_as}"
     described = describe(modules, data, options, reshard, found)
     agree_everywhere(meshes, device, "wrap the module", described, error)
     others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
     agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
-    groups = [
-        (ExtensionGroup if has_extension(items[0].original) else ParamGroup)(
-            items, items[0].data, device, items[0].policy, offload_policy, lanes
-        )
-        for items in found
-    ]
+    groups = [_group_of(items, device, offload_policy, lanes, gather_as) for items in found]
     for group in groups:
         group.shard()
         over = reshard_over(reshard_after_forward, group.data.shards)
@@ -193,6 +200,22 @@ def fully_shard(
             register_fsdp_forward_method(each, "forward")
     note_wrap(groups)
     return module
+
+
+def _group_of(
+    items: list[Managed],
+    device: torch.device,
+    offload: OffloadPolicy,
+    lanes: int | Literal["auto"],
+    gather_as: BlockScaled | None,
+) -> ParamGroup:
+    first = items[0]
+    if has_extension(first.original):
+        return ExtensionGroup(items, first.data, device, first.policy, offload, lanes)
+    dtype = first.original.dtype
+    scaled = gather_as and any(gather_as.tiling(item.block, dtype) for item in items)
+    form = gather_as if scaled else None
+    return ParamGroup(items, first.data, device, first.policy, offload, lanes, form)
 
 
 def _wrapped_class(cls: type) -> type:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from vescale.dtensor.spec import spec_with_dtype
 from vescale.dtensor.tensor import local_of, set_local
+from vescale.fsdp.block_scaled import BlockScaled
 from vescale.fsdp.comm_options import CommOptions
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.dbuffer import DBuffer
@@ -23,6 +24,7 @@ from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed, plan_of
 from vescale.fsdp.offload import CPU, HostCopies, check_home, host_copies, offloads
 from vescale.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, compute_dtype
 from vescale.fsdp.reduction import ReduceOptions, Reduction
+from vescale.fsdp.scaled_buffer import ScaledBuffer
 
 
 class ShardedGroup:
@@ -36,12 +38,13 @@ class ShardedGroup:
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (has no fields)
         lanes: int | Literal["auto"] = "auto",
+        gather_as: BlockScaled | None = None,
     ) -> None:
         first = managed[0].original
         self.name = ""
         self.parts: tuple[str, ...] = ()  # FQNs of the unit's modules, where it has several
         self.managed, self.data, self.device, self.policy = managed, data, device, policy
-        self.offload, self.lanes = offload, lanes
+        self.offload, self.lanes, self.gather_as = offload, lanes, gather_as
         self.home = CPU if offloads(offload) else device  # of the shards; ``device`` computes
         self.mesh = data.mesh
         self.process_group: dist.ProcessGroup | None = data.shard_group
@@ -97,7 +100,10 @@ class ShardedGroup:
 
     def narrowest_dtype(self) -> torch.dtype:
         """Return the narrowest dtype that the layout is used with."""
-        return min((self.dtype, self.param_dtype, self.reduce_dtype), key=lambda d: d.itemsize)
+        dtypes = [self.dtype, self.param_dtype, self.reduce_dtype]
+        if self.gather_as is not None:
+            dtypes.append(self.gather_as.dtype)
+        return min(dtypes, key=lambda d: d.itemsize)
 
     @property
     def trainable(self) -> bool:
@@ -195,15 +201,20 @@ class ShardedGroup:
         device, copies = home, None
         if offloads(self.offload) and home.type != "meta":
             device, copies = self.device, host_copies(self.offload, self.device)
-        self.weights = DBuffer(
-            self.plan,
-            self.process_group,
-            dtype=dtype,
-            device=device,
-            full_dtype=self.param_dtype,
-            copies=copies,
-            collectives=self.comm.gathering(self.process_group, device),
-        )
+        options = {
+            "dtype": dtype,
+            "device": device,
+            "full_dtype": self.param_dtype,
+            "copies": copies,
+            "collectives": self.comm.gathering(self.process_group, device),
+        }
+        if self.gather_as is None:
+            self.weights = DBuffer(self.plan, self.process_group, **options)
+        else:
+            shapes = [item.block for item in self.managed]
+            self.weights = ScaledBuffer(
+                self.plan, self.process_group, form=self.gather_as, shapes=shapes, **options
+            )
         self._new_reduction(device, dtype, copies)
 
     def _new_reduction(
