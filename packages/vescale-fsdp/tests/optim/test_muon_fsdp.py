@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon on the parameters that fully_shard makes, given the gradients that it reduces."""
 
+import logging
+
 import torch
 from torch import nn
 
@@ -74,3 +76,26 @@ def check_training(rank, world_size):
 
 def test_sharded_training_gives_the_bits_of_whole_matrices(run_ranks):
     run_ranks(check_training, 3)
+
+
+def check_warning(rank, world_size):
+    """One rank says what the others wait for, where the work cannot be shared evenly."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("vescale.fsdp.optim")
+    logger.addHandler(handler)
+    one = fully_shard(nn.Linear(64, 64, bias=False).to(DEVICE), granularity=Rows(1))
+    Muon(one.parameters())
+    assert len(records) == (rank == 0)
+    for record in records:
+        assert "Muon's exchange: the busiest of 2 ranks computes 2.00" in record.getMessage()
+    records.clear()
+    two = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))).to(DEVICE)
+    Muon(fully_shard(two, granularity=Rows(1)).parameters())
+    assert not records
+    logger.removeHandler(handler)
+
+
+def test_work_that_cannot_be_shared_is_told_once(run_ranks):
+    run_ranks(check_warning, 2)

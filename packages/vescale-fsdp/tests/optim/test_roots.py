@@ -111,6 +111,18 @@ def test_real_models_stay_balanced(model, world_size, imbalance):
     assert plan.imbalance == pytest.approx(imbalance, abs=6e-4)
 
 
+def test_imbalance_comes_with_advice():
+    assert plan_roots(cut_evenly(LLAMA_8B, 128), 128).advice is None
+    text = plan_roots(cut_evenly(LLAMA_8B, 256), 256).advice
+    assert "busiest of 256 ranks computes 2.11 times" in text
+    assert "the largest matrix alone is 2.11 times the mean" in text
+    whole = [Matrix(4, 4, (Piece(0, 0, 16),)), Matrix(4, 4, (Piece(0, 0, 16),))] * 8
+    assert "that one rank holds stay there" in plan_roots(whole, 4).advice
+    halves = [Matrix(4, 4, (Piece(0, 0, 8), Piece(1, 8, 8)))] * 5
+    assert "divided evenly" in plan_roots(halves, 4).advice
+    assert plan_roots([], 4).advice is None
+
+
 def test_experts_hardly_move():
     plan = plan_roots(cut_evenly(DSV3, 64), 64)
     assert plan.moved_numel < 0.05 * sum(matrix.numel for matrix in plan.matrices)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cut parameters of one process group, their matrices, and the exchange of these."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from vescale.fsdp.optim.blocks import RowBlock, block_pieces
 from vescale.fsdp.optim.cuts import Cut
 from vescale.fsdp.optim.exchange import OwnerGather
 from vescale.fsdp.optim.roots import Matrix, Piece, plan_roots
+
+logger = logging.getLogger("vescale.fsdp.optim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class BlockGather:
         groups = [first.group] + ([replica_group] if replicas > 1 else [])
         sizes = f"{transfer.dtype} on the wire, {transfer.max_inflight_bytes} bytes in flight"
         agree(groups, first.device, what, f"{sizes}\n{plan.describe()}")
+        if plan.advice and all(group.rank() == 0 for group in groups):
+            logger.warning("%s: %s", what.removeprefix("plan "), plan.advice)
         self.exchange = OwnerGather(
             plan,
             first.group,

@@ -13,6 +13,7 @@ from functools import cached_property
 
 # A rank ties with the least loaded one when their loads differ by at most this share of the mean.
 _TIE_PERCENT = 1
+_FAIR = 1.1  # an imbalance that needs no words
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,29 @@ class RootPlan:
     def is_local(self) -> bool:
         """True when every root already holds its whole matrix: nothing has to be gathered."""
         return all(matrix.holder is not None for matrix in self.matrices)
+
+    @property
+    def advice(self) -> str | None:
+        """What to know where the busiest rank has over a tenth more than the mean; else None."""
+        if self.imbalance <= _FAIR:
+            return None
+        ranks = len(self.loads)
+        text = (
+            f"the busiest of {ranks} ranks computes {self.imbalance:.2f} times the mean of its "
+            f"{len(self.matrices)} matrices, and the others wait for it: "
+        )
+        largest = max(matrix.cost for matrix in self.matrices) * ranks / sum(self.loads)
+        if largest > _FAIR:
+            return text + (
+                f"the largest matrix alone is {largest:.2f} times the mean, so more ranks, or "
+                "replicas, shorten this no further."
+            )
+        if any(matrix.holder is not None for matrix in self.matrices):
+            return text + (
+                "matrices that one rank holds stay there; with a granularity that cuts them they "
+                "could go to any rank."
+            )
+        return text + "they cannot be divided evenly among so many."
 
     def describe(self) -> str:
         """Return one line for each matrix; equal plans, and only these, have equal texts."""
