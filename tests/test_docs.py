@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("*.md", "docs/**/*.md", "packages/*/*.md", "examples/*.md", "benchmarks/**/*.md")
@@ -98,6 +99,14 @@ def run_python(code, words, folder):
     return ""
 
 
+def check_syntax(language, code, folder):
+    """Read a script or a manifest as its program would, and run nothing."""
+    if language == "bash":
+        run(["bash", "-n", "-c", code], folder)
+    else:
+        assert all("kind" in part for part in yaml.safe_load_all(code))
+
+
 def shape(line):
     """Return a line of output without what differs from machine to machine: its numbers."""
     return re.sub(r"\s+", " ", re.sub(r"[\d,]*\d(\.\d+)?(e[+-]\d+)?", "#", line)).strip()
@@ -109,6 +118,9 @@ def test_blocks_run_in_order(page, tmp_path):
     for language, words, code in blocks(page):
         if language == "python":
             printed = run_python(code, words, tmp_path)
+        elif words[:1] and words[0].startswith("file=") and language in ("bash", "yaml"):
+            (tmp_path / words[0].removeprefix("file=")).write_text(code)
+            check_syntax(language, code, tmp_path)
         elif language == "bash" and words == ["run"]:
             printed = run(["bash", "-euo", "pipefail", "-c", code], tmp_path)
         elif (language, words) == ("text", ["output"]):
