@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW, AdamW8bit, Muon and SOAP on one sharded model: losses, bytes, state, time, in one run.
 
-    python -m benchmarks.optimizers --ranks 2 --steps 60
+    python -m benchmarks.optimizers --ranks 2 --steps 150 --json result.json
 
 Beside them Muon as it would be without this package: torch.optim.Muon on gathered matrices, every
 rank doing all the work ("full tensors"), and on the Shard(0) parameters of torch's FSDP2. Bytes and
@@ -10,11 +10,13 @@ run; on shared CPUs it says little, and nothing about GPUs.
 """
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -175,7 +177,9 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def main_rank(rank: int, world_size: int, sizes: tuple[int, int, int], path: str) -> None:
+def main_rank(
+    rank: int, world_size: int, sizes: tuple[int, int, int], path: str, result: str | None
+) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -184,6 +188,10 @@ def main_rank(rank: int, world_size: int, sizes: tuple[int, int, int], path: str
         width, layers, steps = sizes
         print(f"{world_size} ranks, width {width}, {layers} layers, {steps} steps")
         print(table(results))
+        if result:
+            run = {"ranks": world_size, "width": width, "layers": layers, "steps": steps}
+            rows = [asdict(row) for row in results]
+            Path(result).write_text(json.dumps({**run, "cases": rows}, indent=1))
     dist.destroy_process_group()
 
 
@@ -193,10 +201,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", help="write all losses and counts there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         sizes = (args.width, args.layers, args.steps)
-        job = (args.ranks, sizes, f"{scratch}/store")
+        job = (args.ranks, sizes, f"{scratch}/store", args.json)
         mp.start_processes(main_rank, job, nprocs=args.ranks, start_method="spawn")
 
 

@@ -12,6 +12,7 @@ take no tensor-parallel parameters. ``VESCALE_RESHARD=all`` runs all combination
 that has every pair of values.
 """
 
+import functools
 import os
 
 import torch
@@ -116,9 +117,16 @@ def make_optimizers(model, name):
     return muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.02)
 
 
+@functools.cache
+def mesh_of(name):
+    """Return a mesh, once in each process: a group of gloo keeps threads that never rest."""
+    shape, names = MESHES[name]
+    return init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+
+
 def make(mesh, granularity, optimizer, seed=0):
-    shape, names = MESHES[mesh]
-    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+    mesh = mesh_of(mesh)
+    names = mesh.mesh_dim_names
     model = plain(seed)
     if "tp" in names:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -190,6 +198,7 @@ def check_load(rank, world_size, path, chosen):
         same(wholes(model, optimizers), saved, where)
         train(model, optimizers, range(BEFORE, BEFORE + AFTER))
         same(wholes(model, optimizers), later, where)
+    print(f"{len(chosen)} pairs of layouts onto {world_size} ranks", flush=True)
 
 
 def test_any_layout_goes_on_from_any_other(run_ranks, tmp_path):
