@@ -187,3 +187,12 @@ def test_reference_pages_are_up_to_date(script, tmp_path):
     (page,) = tmp_path.iterdir()
     written = (script.parent / page.name).read_text()
     assert page.read_text() == written, f"run `python {script.relative_to(ROOT)}`, and commit"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [
+        p for kind in ("how-to", "explanation", "tutorials") for p in ROOT.glob(f"docs/{kind}/*.md")
+    ]
+    missing = [page.name for page in pages if f"{page.parent.name}/{page.name}" not in navigation]
+    assert not missing, f"add them to nav in mkdocs.yml: {missing}"
