@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard
-from vescale.fsdp.units import param_groups
+from vescale.fsdp.units import param_groups, unit_of
 
 
 def wrapped():
@@ -59,6 +59,19 @@ def check_deepcopy(rank, world_size):
         train(model, rank)
         got = full(twin)
         assert all(torch.equal(got[n], v) for n, v in full(model).items())
+
+
+def check_prefetches(rank, world_size):
+    model = wrapped()
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[2], model.layers[1]])
+    model.layers[2].set_modules_to_backward_prefetch([model.layers[0]])
+    clone = copy.deepcopy(model)
+    ahead = [ref() for ref in unit_of(clone.layers[0]).forward_prefetch]
+    assert ahead == [unit_of(clone.layers[2]), unit_of(clone.layers[1])]
+    assert [r() for r in unit_of(clone.layers[2]).backward_prefetch] == [unit_of(clone.layers[0])]
+    part = copy.deepcopy(model.layers[2])  # what it gathers ahead is not copied
+    assert unit_of(part).backward_prefetch == []
+    train(clone, rank)
 
 
 def check_averaged_model(rank, world_size):
@@ -119,6 +132,7 @@ def check_pickle(rank, world_size):
 
 def check_all(rank, world_size):
     check_deepcopy(rank, world_size)
+    check_prefetches(rank, world_size)
     check_averaged_model(rank, world_size)
     check_what_another_unit_keeps_gathered(rank, world_size)
     check_half_a_tie(rank, world_size)

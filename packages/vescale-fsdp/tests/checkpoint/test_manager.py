@@ -199,6 +199,10 @@ def check_differing_ranks(rank, world_size, path):
     refuse("step is 1 on rank 0 and 2 on rank 1", step=2 if last else 1)
     refuse("progress.windows is 3 on rank 0 and 4", progress={"windows": 4 if last else 3})
     refuse("step=-1", step=-1 if last else 1)
+    with pytest.raises((ValueError, TypeError), match="optimizers is a NoneType"):
+        manager.save(1, model, None if last else optimizers, **options)
+    with pytest.raises((ValueError, TypeError), match="optimizers is a NoneType"):
+        manager.load(model, None if last else optimizers)
     refuse("progress has something", progress={"a": object()} if last else {})
     refuse("rank_state has something", rank_state=object() if last else 1)
     if last:

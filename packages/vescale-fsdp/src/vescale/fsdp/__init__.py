@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fully sharded data parallel with torch's ``fully_shard`` API, on RaggedShard parameters."""
 
+import importlib
+from types import ModuleType
+
 import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 from vescale.fsdp.block_scaled import BlockScaled
 from vescale.fsdp.finalization import GradientReductionHandle
@@ -53,3 +56,12 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
+
+_MODULES = ("checkpoint", "inspect", "optim", "state_dict")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a public module where it is used as an attribute, ``vescale.fsdp.optim.Muon``."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

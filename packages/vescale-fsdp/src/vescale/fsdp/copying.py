@@ -43,6 +43,11 @@ def copy_wrapped(module: nn.Module, attribute: str, memo: dict) -> nn.Module:
         }
         note_wrap(groups.values())
         copies = {key: _copy_unit(source, memo, groups) for key, source in units.items()}
+        for key, source in units.items():
+            for name in ("forward_prefetch", "backward_prefetch"):
+                others = (id(unit) for ref in getattr(source, name) if (unit := ref()) is not None)
+                found = [weakref.ref(copies[other]) for other in others if other in copies]
+                setattr(copies[key], name, found)
         for source, target in pending:
             target.__dict__[attribute] = copies[id(source)]
     return fresh
@@ -96,4 +101,6 @@ def _copy_unit(unit: Unit, memo: dict[int, Any], groups: dict[ParamGroup, ParamG
     fresh.unshard_in_backward = unit.unshard_in_backward
     fresh.is_last_backward = unit.is_last_backward
     fresh.manual_finalization = unit.manual_finalization
+    left = (memo.get(id(param)) for ref in unit.ignored if (param := ref()) is not None)
+    fresh.ignored = [weakref.ref(param) for param in left if param is not None]
     return fresh

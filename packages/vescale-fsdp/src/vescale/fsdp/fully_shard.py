@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point: shard a module's parameters and gather them around its forward."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
@@ -193,6 +194,7 @@ def fully_shard(
             borrowed.append(owner)
     _move_buffers(modules, device)
     wrapped = Unit(modules, groups, borrowed, mp_policy, reshard)
+    wrapped.ignored = [weakref.ref(param) for param in ignored]
     for each in modules:
         each.__dict__[UNIT] = wrapped
         each.__class__ = _wrapped_class(type(each))

@@ -22,6 +22,7 @@ from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.reduce_settings import ReduceSettings
 from vescale.fsdp.saved_tensors import saved_tensor_watch
 from vescale.fsdp.schedule import Schedule
+from vescale.fsdp.strangers import warn_of_strangers
 from vescale.fsdp.unit import RUNS, Unit
 from vescale.fsdp.units import UNIT, param_groups, unit_of, units_of
 
@@ -215,6 +216,7 @@ def become_root(root: Unit) -> None:
     for module in root.modules:
         param_groups(module)  # names them
     units = {id(u): u for m in root.modules for u in units_of(m, recurse=True)}.values()
+    warn_of_strangers(root.modules, units)
     for unit in units:
         if unit.manual_finalization and unit is not root:
             raise RuntimeError(

@@ -76,6 +76,7 @@ class Unit:
         self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.ignored: list[weakref.ref[nn.Parameter]] = []  # that fully_shard was told to leave
         self.schedule: Schedule | None = None
         self.index = -1
         self.is_root = False

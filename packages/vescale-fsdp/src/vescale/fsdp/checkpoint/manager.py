@@ -124,12 +124,12 @@ class CheckpointManager:
         state, progress, error = {}, progress or {}, None
         try:
             _check_step(step)
+            optimizers = _optimizers(optimizers)
             progress = _as_json(progress)
             state = {MODEL: get_model_state_dict(model), RANKS: self._own(model, rank_state)}
         except (TypeError, ValueError) as caught:
             error = caught
         self._agree("save", error)
-        optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
         if optimizers:
             state[OPTIMIZER] = get_optimizer_state_dict(model, optimizers)
         alike = {key: state[key] for key in (MODEL, OPTIMIZER) if key in state}
@@ -223,7 +223,12 @@ class CheckpointManager:
             checkpoint = self.at(checkpoint)
         if checkpoint is None:
             return None
-        optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+        error = None
+        try:
+            optimizers = _optimizers(optimizers)
+        except TypeError as caught:
+            error = caught
+        self._agree("load", error)
         read(checkpoint.path, model, optimizers, self._group, strict=strict)
         same = checkpoint.world_size == self._group.size()
         generators = read_rank_state(checkpoint.path, RANDOM, self._group) if same else None
@@ -255,6 +260,16 @@ class CheckpointManager:
 
 def _checkpoint(path: Path, manifest: Manifest, skipped: tuple[Skipped, ...]) -> Checkpoint:
     return Checkpoint(path, manifest.step, manifest.world_size, manifest.progress, skipped)
+
+
+def _optimizers(given: Any) -> tuple[Optimizer, ...]:
+    found = (given,) if isinstance(given, Optimizer) else given
+    if not isinstance(found, Iterable) or isinstance(found, str):
+        raise TypeError(
+            f"optimizers is a {type(given).__name__}, expected an optimizer or several; leave it "
+            "out for none."
+        )
+    return tuple(found)
 
 
 def _check_step(step: int) -> None:
