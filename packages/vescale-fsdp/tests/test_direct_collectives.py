@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 from testing.collectives import CountCollectives
@@ -15,7 +16,13 @@ from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard
 from vescale.fsdp.collectives import Collectives
 from vescale.fsdp.comm_options import CommOptions, can_be_direct
-from vescale.fsdp.direct_collectives import DirectCollectives, _under_way, sum_in_order
+from vescale.fsdp.direct_collectives import (
+    GATHER_TAG,
+    DirectCollectives,
+    _under_way,
+    gather_tag,
+    sum_in_order,
+)
 from vescale.fsdp.units import param_groups
 
 CPU = torch.device("cpu")
@@ -248,6 +255,37 @@ def check_dead_rank(rank, world_size):
 @needs_gloo
 def test_a_rank_that_died_is_noticed(run_ranks):
     run_ranks(check_dead_rank, 3, exact=True)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Linear(4, 8), nn.Linear(4, 40)
+
+    def forward(self, x, small):
+        return (self.small(x) if small else self.large(x)).sum()
+
+
+def check_different_units(rank, world_size):
+    """Ranks that call units of different sizes are told at the timeout, and live on."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, mesh = Branches(), DeviceMesh.from_group(group, "cpu")
+    for unit in (model.small, model.large, model):
+        fully_shard(unit, mesh=mesh)
+    name = "large" if rank else "small"
+    with pytest.raises(RuntimeError, match=f"gather of the parameters of unit '{name}' failed"):
+        model(torch.ones(2, 4), small=rank == 0)
+
+
+@needs_gloo
+def test_ranks_at_units_of_different_sizes_get_an_error(run_ranks):
+    run_ranks(check_different_units, 2, exact=True)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 10**9])
+def test_tags_are_small_positive_integers(numel):
+    assert GATHER_TAG <= gather_tag(numel * 8) < 2**31
+    assert gather_tag(numel) != gather_tag(numel + 16)
 
 
 def test_other_backends_keep_torchs_collectives(fake_group):

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from vescale.fsdp.collectives import Collectives, Pending, Several
 
-# Apart from tags that users choose. Messages of one tag between two ranks arrive in order.
-GATHER_TAG = 0x7653_6761
+GATHER_TAG = 0x7650_0000  # the first of those of gathers, apart from tags that users choose
 
 # Gathers that nobody has waited for yet, in order, by group: gloo drops the message of a work that
 # is dropped, and so breaks the connection.
@@ -48,6 +47,15 @@ class DirectCollectives(Collectives):
         return Several([call() for call in calls])
 
 
+def gather_tag(nbytes: int) -> int:
+    """Return the tag of messages of ``nbytes``; those of one tag between two ranks keep order.
+
+    Where ranks have come to different units, gloo ends the process at a message of another size
+    than expected. For one of another tag it waits, and raises at the timeout.
+    """
+    return GATHER_TAG + nbytes % 65521  # a prime
+
+
 class _Gather:
     def __init__(
         self, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
@@ -57,12 +65,13 @@ class _Gather:
         _under_way.setdefault(group, []).append(self)
         rank, size = group.rank(), group.size()
         parts = output.chunk(size)
+        tag = gather_tag(source.nbytes)
         # Each rank begins with another peer, so that no rank has to serve all at once.
         for step in range(1, size):
             peer = (rank - step) % size
-            self._works.append(group.recv([parts[peer]], peer, GATHER_TAG))
+            self._works.append(group.recv([parts[peer]], peer, tag))
         for step in range(1, size):
-            self._works.append(group.send([source], (rank + step) % size, GATHER_TAG))
+            self._works.append(group.send([source], (rank + step) % size, tag))
         if source.data_ptr() != parts[rank].data_ptr():
             parts[rank].copy_(source)
 
