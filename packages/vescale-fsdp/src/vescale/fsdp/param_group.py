@@ -114,6 +114,9 @@ class ParamGroup(ShardedGroup):
             self._naming_failures("gather of the parameters"),
         ):
             self.weights.all_gather(modified=modified)
+            if self.second_order:
+                # What a differentiated backward saved is used without notice: never half written.
+                self.weights.wait_gather()
         if self._watch is None:
             self._watch = Watch(self.weights.full, self.used_in_backward)
         self._watch.start()
