@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
 from vescale.fsdp import MixedPrecisionPolicy, Rows, fully_shard, granularity_for
-from vescale.fsdp.optim import AdamW8bit, Muon, split_params
+from vescale.fsdp.optim import SOAP, AdamW8bit, Muon, split_params
 from vescale.fsdp.simulate import Setup, divisors, simulate
-from vescale.fsdp.simulate.memory import most, state_nbytes
+from vescale.fsdp.simulate.memory import OPTIMIZERS, most, state_nbytes
 from vescale.fsdp.simulate.shapes import Unit, group_by_layer, shipped_units
 from vescale.fsdp.units import param_groups
 
@@ -48,7 +48,7 @@ def optimizers_of(model, kind):
     if kind == "adamw8bit":
         return [AdamW8bit(model.named_parameters())]
     matrices, rest = split_params(model)
-    return [Muon(matrices), torch.optim.AdamW(rest)]
+    return [(SOAP if kind == "soap" else Muon)(matrices), torch.optim.AdamW(rest)]
 
 
 def check(rank, world_size, kind, setup):
@@ -90,7 +90,7 @@ def check(rank, world_size, kind, setup):
 
 
 def check_all(rank, world_size):
-    for kind in ("adamw", "muon", "adamw8bit"):
+    for kind in OPTIMIZERS:
         check(rank, world_size, kind, Setup(world_size, optimizer=kind))
     check(rank, world_size, "adamw", Setup(world_size, granularity=Rows(8), lanes="auto"))
     if world_size == 4:
@@ -146,6 +146,15 @@ def test_eight_bit_state_counts_codes_and_scales():
     assert state_nbytes("adamw", unit, 1, torch.bfloat16)(128) == 4 * 128
     assert state_nbytes("muon", unit, 0, torch.float32)(100) == 400
     assert state_nbytes("muon", unit, 1, torch.float32)(100) == 800
+
+
+def test_the_roots_of_soap_hold_the_state_of_whole_matrices():
+    unit = Unit("layer", 3, (("w", (1024, 1024)), ("bias", (1024,))))
+    matrix, bias = 6 * 4 * 1024 * 1024, 2 * 4 * 1024
+    for ranks, most_matrices in ((1, 3), (2, 2), (3, 1), (6, 1)):
+        simulation = simulate([unit], Setup(ranks, optimizer="soap"))
+        spread = simulation.optimizer_nbytes - most_matrices * matrix
+        assert 0 <= spread <= 3 * bias
 
 
 @pytest.mark.parametrize(

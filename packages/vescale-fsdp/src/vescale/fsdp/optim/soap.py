@@ -10,13 +10,20 @@ from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
 
 from vescale.dtensor import DTensor, RaggedShard
-from vescale.fsdp.optim.blocks import RowBlock, row_blocks
+from vescale.fsdp.optim.blocks import RowBlock
 from vescale.fsdp.optim.checks import check_grad, check_params, check_placed, label_of
 from vescale.fsdp.optim.cuts import Cut, local_of, read_cut
-from vescale.fsdp.optim.eigenbasis import SoapOptions, flops, soap_update, state_shapes
+from vescale.fsdp.optim.eigenbasis import SoapOptions, soap_update, state_shapes
 from vescale.fsdp.optim.gather import BlockGather, Member, Transfer
 from vescale.fsdp.optim.restoring import load_uncast
 from vescale.fsdp.optim.roots import Matrix, Piece, RootPlan
+from vescale.fsdp.optim.soap_blocks import (
+    BLOCK_SIZE,
+    FREQUENCY,
+    bands_of,
+    cut_into,
+    matrix_of,
+)
 
 _WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -66,9 +73,9 @@ class SOAP(Optimizer):
         weight_decay: float = 0.01,
         *,
         shampoo_beta: float | None = None,
-        precondition_frequency: int = 10,
+        precondition_frequency: int = FREQUENCY,
         kl: bool = False,
-        block_size: int = 1024,
+        block_size: int = BLOCK_SIZE,
         wire_dtype: torch.dtype = torch.float32,
         max_inflight_bytes: int = 1 << 30,
     ) -> None:
@@ -195,7 +202,7 @@ class SOAP(Optimizer):
         for index in indices:
             group = self.param_groups[index]
             for i, param in enumerate(group["params"]):
-                bands = row_blocks(param.shape, self._counts, "")
+                bands = bands_of(param.shape, self._block_size)
                 self._bands[param] = bands
                 cut = read_cut(param, label_of(group, index, i)) if param.numel() else None
                 if cut is not None:
@@ -216,18 +223,9 @@ class SOAP(Optimizer):
             if param not in self.state:
                 self.state[param] = self._new_state(param)
 
-    def _counts(self, _: str, shape: tuple[int, ...]) -> list[int]:
-        return _cut_into(shape[-2], self._block_size) or [0]
-
     def _describer(self, group) -> Callable[[RowBlock, tuple[Piece, ...]], Matrix]:
         frequency, size = group["precondition_frequency"], self._block_size
-
-        def describe(band: RowBlock, pieces: tuple[Piece, ...]) -> Matrix:
-            cols = _cut_into(band.cols, size)
-            work = sum(flops(band.rows, n, frequency) for n in cols)
-            return Matrix(*band.shape, pieces, flops=work)
-
-        return describe
+        return lambda band, pieces: matrix_of(band, pieces, size, frequency)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -236,7 +234,7 @@ class SOAP(Optimizer):
     def _blocks(self, bands: Sequence[RowBlock]) -> Iterator[tuple[int, str, tuple[int, int]]]:
         """Yield (number of the band, name of the state, its shape) for every block."""
         for number, band in enumerate(bands):
-            for place, cols in enumerate(_cut_into(band.cols, self._block_size)):
+            for place, cols in enumerate(cut_into(band.cols, self._block_size)):
                 for name, shape in state_shapes(band.rows, cols).items():
                     yield number, f"{number}.{place}.{name}", shape
 
@@ -266,7 +264,7 @@ class SOAP(Optimizer):
         beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
         options = SoapOptions(tuple(group["betas"]), beta, group["eps"], group["kl"])
         update, rows, start = torch.empty_like(grad), grad.size(0), 0
-        for place, cols in enumerate(_cut_into(grad.size(1), self._block_size)):
+        for place, cols in enumerate(cut_into(grad.size(1), self._block_size)):
             block = {
                 name: local_of(state[f"{band}.{place}.{name}"]).view(shape)
                 for name, shape in state_shapes(rows, cols).items()
@@ -329,10 +327,6 @@ def _apply(weights: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]
     wide = torch.promote_types(weights.dtype, update.dtype)
     result = weights.to(wide) * (1 - lr * group["weight_decay"])
     weights.copy_(result.sub_(update.to(weights.device, wide) * lr))
-
-
-def _cut_into(length: int, size: int) -> list[int]:
-    return [min(size, length - start) for start in range(0, length, size)]
 
 
 def _numbers_in_params(places: Sequence[tuple[int, RowBlock, int]]) -> list[int]:

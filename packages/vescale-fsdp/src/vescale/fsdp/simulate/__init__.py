@@ -20,7 +20,7 @@ from vescale.fsdp.lanes import LanePlan, check_lanes, plan_lanes
 from vescale.fsdp.padding_cause import PaddingCause, padding_causes
 from vescale.fsdp.planner import Request, slice_align
 from vescale.fsdp.presets import granularity_for
-from vescale.fsdp.simulate.memory import OPTIMIZERS, most, spans_of, state_nbytes
+from vescale.fsdp.simulate.memory import OPTIMIZERS, most, soap_spans, spans_of, state_nbytes
 from vescale.fsdp.simulate.shapes import Unit, shipped, units_of
 from vescale.fsdp.slices import Slices, flags_numel
 
@@ -158,6 +158,8 @@ class Simulation:
                 for index in range(len(cost.unit.params))
             ]
             yield from spans_of(cost.plan, states, cost.unit.count)
+        if self.setup.optimizer == "soap":
+            yield from soap_spans([(c.unit, c.plan) for c in self.units], self.setup.ranks)
 
     @cached_property
     def gathered_nbytes(self) -> int:
