@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each private name of torch that the package uses still means what it meant."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from testing.collectives import CountCollectives
-from testing.ranks import DEVICE
+from testing.ranks import COLLECTIVE_TIMEOUT, DEVICE
 from vescale.fsdp import _torch_compat as compat
 
 
@@ -137,6 +139,11 @@ def check_backend(rank, world_size):
     assert compat.averages(group, device) == (DEVICE == "cuda")
     assert not compat.is_fake(group, device)
     assert compat.is_gloo(group, device) == (DEVICE == "cpu")
+    assert compat.timeout_of(group) == COLLECTIVE_TIMEOUT
+    assert compat.timeout_of(dist.new_group(timeout=timedelta(seconds=7))) == timedelta(seconds=7)
+    compat.store_of(group).set(f"from {rank}", "here")
+    dist.barrier()
+    assert compat.store_of(group).get(f"from {(rank + 1) % world_size}") == b"here"
 
 
 def check_coalescing(rank, world_size):

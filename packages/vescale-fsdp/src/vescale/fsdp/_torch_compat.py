@@ -5,6 +5,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -95,6 +96,18 @@ def top_saved_tensor_hooks() -> tuple[Callable, Callable] | None:
 def averages(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Tell whether the group's backend for ``device`` reduces with ``ReduceOp.AVG`` itself."""
     return group._get_backend(device).name() == "nccl"
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a collective of ``group`` waits before it fails; the shortest of its
+    backends."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return min(backend.options._timeout for backend in backends)
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store by which the ranks of ``group`` met."""
+    return group.get_group_store()
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.fsdp._torch_compat import all_gather_flat, is_fake
+from vescale.fsdp.phases import waiting
 
 MESSAGE_BYTES = 2048
 
@@ -33,7 +34,8 @@ def agree(
             raise error
         return
     mine = torch.tensor([error is not None, _digest(description)], dtype=torch.int64, device=device)
-    everyone = _gather(mine, groups).tolist()
+    with waiting(f"check that all ranks {what} alike", group=groups[0]):
+        everyone = _gather(mine, groups).tolist()
     failed = [rank for rank, (flag, _) in enumerate(everyone) if flag]
     odd = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
     if failed:

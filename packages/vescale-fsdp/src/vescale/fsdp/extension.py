@@ -219,7 +219,7 @@ class ExtensionGroup(ParamGroup):
         self.gather()
         self.holders.add(holder)
         if self.state is State.GATHERING:
-            with self._naming_failures("gather of the parameters"):
+            with self._waiting("gather of the parameters"):
                 self.weights.wait_gather()
             self._unpack()
             self.state = State.GATHERED

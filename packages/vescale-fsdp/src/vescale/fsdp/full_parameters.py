@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.dtensor import redistribute_many
 from vescale.fsdp.fqns import sharded_parameters
 from vescale.fsdp.inference import ordinary_tensors
+from vescale.fsdp.phase_board import where_ranks_are
+from vescale.fsdp.phases import HERE
 
 
 def iter_full_parameters(
@@ -81,6 +83,7 @@ def _gather(
             raise RuntimeError(
                 f"the gather of {first} and {len(others)} parameters after it failed: every rank "
                 f"must iterate to the same item, and one may have stopped or died: {error}"
+                f"{where_ranks_are(HERE)}"
             ) from error
         wholes = {**parts, **dict(zip(sharded, moved, strict=True))}
         return {name: _own(wholes[name], param, dtype) for name, param in bucket.items()}

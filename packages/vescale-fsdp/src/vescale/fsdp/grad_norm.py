@@ -129,7 +129,7 @@ def _power_sum(
         weights = [home.weight for home in homes.values()]
         parts = [part.sum(0, keepdim=True) * w for part, w in zip(parts, weights, strict=True)]
     slots, groups = _by_groups(parts, homes, torch.cat if order == 0 else sum)
-    sums = torch.cat(reduce_slots(slots, groups, dist.ReduceOp.SUM))
+    sums = torch.cat(reduce_slots(slots, groups, dist.ReduceOp.SUM, "gradient norms"))
     if order == 0:
         return (sums != 0).sum()
     return sums.sum() if order == 1 else sums.sum().pow(1 / order)
@@ -152,7 +152,7 @@ def _extreme(
         is_nan = mine.isnan()
         parts.append(torch.stack([mine.masked_fill(is_nan, -math.inf).amax(), is_nan.any()]))
     slots, groups = _by_groups(parts, homes, lambda same: torch.stack(same).amax(0))
-    found = torch.stack(reduce_slots(slots, groups, dist.ReduceOp.MAX))
+    found = torch.stack(reduce_slots(slots, groups, dist.ReduceOp.MAX, "gradient norms"))
     value = found[:, 0].amax() * sign
     return torch.where(found[:, 1].amax() > 0, math.nan, value)
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.fsdp.phases import waiting
+
 
 @dataclass
 class Home:
@@ -68,9 +70,15 @@ def plan_sums(
 
 
 def reduce_slots(
-    values: list[torch.Tensor], groups: list[list[dist.ProcessGroup]], op: dist.ReduceOp.RedOpType
+    values: list[torch.Tensor],
+    groups: list[list[dist.ProcessGroup]],
+    op: dist.ReduceOp.RedOpType,
+    what: str,
 ) -> list[torch.Tensor]:
-    """Return each ``values[i]``, 1-D, reduced over ``groups[i]``: one all-reduce for each group."""
+    """Return each ``values[i]``, 1-D, reduced over ``groups[i]``: one all-reduce for each group.
+
+    ``what`` they are is told where it fails.
+    """
     values = list(values)
     order: dict[Hashable, dist.ProcessGroup] = {
         group.group_name: group for slot in groups for group in slot
@@ -81,7 +89,8 @@ def reduce_slots(
             continue
         here = [index for index, slot in enumerate(groups) if group in slot]
         together = torch.cat([values[index] for index in here])
-        dist.all_reduce(together, op=op, group=group)
+        with waiting(f"sum of {what} over ranks", group=group):
+            dist.all_reduce(together, op=op, group=group)
         parts = together.split([values[index].numel() for index in here])
         for index, part in zip(here, parts, strict=True):
             values[index] = part

@@ -4,6 +4,8 @@
 import torch
 import torch.distributed as dist
 
+from vescale.fsdp.phases import waiting
+
 ALIGN = 16  # bytes, for every tensor and every rank's part
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -30,7 +32,8 @@ class Packing:
         every: list[Shapes | str] = [mine]
         if group is not None and group.size() > 1:
             every = [mine] * group.size()
-            dist.all_gather_object(every, mine, group=group)
+            with waiting(f"gather of the shapes of {fqn}", group=group):
+                dist.all_gather_object(every, mine, group=group)
         self._check(every, error)
         self._mine, self._every = mine, every
         self._starts: list[int] = []

@@ -7,8 +7,7 @@ the parameter's own mesh; the module computes with it. See ``sharded_group`` for
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch import nn
 from vescale.dtensor.tensor import local_of
 from vescale.fsdp._torch_compat import call_untraced
 from vescale.fsdp.agreement import agree
+from vescale.fsdp.phases import waiting
 from vescale.fsdp.ranges import profiled
 from vescale.fsdp.saved_tensors import Watch
 from vescale.fsdp.sharded_group import ShardedGroup
@@ -63,16 +63,9 @@ class ParamGroup(ShardedGroup):
 
     # --- gather and free --------------------------------------------------------------------
 
-    @contextmanager
-    def _naming_failures(self, what: str) -> Iterator[None]:
-        """Say which unit waited when a collective fails, as it does after a rank died."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the {what} of unit {self.name or '(root)'!r} failed on rank {dist.get_rank()}: "
-                f"a rank may have died, or run another unit: {error}"
-            ) from error
+    def _waiting(self, what: str) -> waiting:
+        """Return the context of a collective of the unit, which names it if it fails."""
+        return waiting(what, self.name, self.process_group)
 
     @property
     def stale(self) -> bool:
@@ -111,7 +104,7 @@ class ParamGroup(ShardedGroup):
         self._version = version
         with (
             profiled("gather", self.name),
-            self._naming_failures("gather of the parameters"),
+            self._waiting("gather of the parameters"),
         ):
             self.weights.all_gather(modified=modified)
             if self.second_order:
@@ -136,7 +129,7 @@ class ParamGroup(ShardedGroup):
         self.gather()
         self.holders.add(holder)
         if self.state is State.GATHERING:
-            with self._naming_failures("gather of the parameters"):
+            with self._waiting("gather of the parameters"):
                 self.weights.wait_gather()
             self.state = State.GATHERED
         if self.managed[0].gathered is None:
@@ -229,14 +222,14 @@ class ParamGroup(ShardedGroup):
         """Launch the reduction of the group's gradients."""
         with (
             profiled("reduce", self.name),
-            self._naming_failures("reduction of the gradients"),
+            self._waiting("reduction of the gradients"),
         ):
             self._check_same_unit("reduce")
             self.reduction.start()
 
     def collect_reduce(self) -> None:
         """Wait for the first collective of the reduction under way, and free its buffer."""
-        with self._naming_failures("reduction of the gradients"):
+        with self._waiting("reduction of the gradients"):
             self.reduction.collect()
 
     def advance_reduce(self) -> bool:
@@ -244,12 +237,12 @@ class ParamGroup(ShardedGroup):
 
         Returns whether ``finish_reduce`` has something to do.
         """
-        with self._naming_failures("reduction of the gradients"):
+        with self._waiting("reduction of the gradients"):
             return self.reduction.advance()
 
     def finish_reduce(self) -> None:
         """Put the result of the reduction under way, if any, into the sharded ``.grad``."""
-        with self._naming_failures("reduction of the gradients"):
+        with self._waiting("reduction of the gradients"):
             self.reduction.finish()
 
     def settle(self) -> None:

@@ -41,6 +41,7 @@ from vescale.fsdp._torch_compat import (
     reentrant_checkpoint,
 )
 from vescale.fsdp.forward_record import ForwardRecord
+from vescale.fsdp.phases import HERE
 from vescale.fsdp.reduce_turns import ReduceTurns
 from vescale.fsdp.unit_list import UnitList
 
@@ -103,6 +104,7 @@ class Schedule:
             self.turns.note(unit)
 
     def _start_iteration(self, entry: "Unit") -> None:
+        HERE.forwards += 1
         for unit in self._units.live():
             unit.start_iteration(entry)
             if unit.post_optim_event is not None:
@@ -212,6 +214,7 @@ class Schedule:
         self._began.pop()
         if self._depth == 0 and not self._in_backward:
             self.reset(drop_gradients=False)
+            HERE.at("code after a forward that raised")
 
     def _prefetch(self, unit: "Unit | None") -> None:
         if unit is not None and (unit.gathers_in_backward or not self._in_backward):
@@ -361,6 +364,7 @@ class Schedule:
         self.turns.end_pass()
         for unit in self._units.live():
             unit.leave_backward(reshard=unit.index not in waiting)
+        HERE.at("code after a backward")
 
     def reduce_now(self, units: "list[Unit]") -> None:
         """Reduce what waits in ``units`` outside of backward, and hand the results over.

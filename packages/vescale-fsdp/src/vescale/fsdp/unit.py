@@ -11,6 +11,7 @@ from torch import nn
 from vescale.fsdp._torch_compat import call_untraced, current_backward, will_execute
 from vescale.fsdp.forward_record import ForwardRecord
 from vescale.fsdp.param_group import ParamGroup, State
+from vescale.fsdp.phases import HERE
 from vescale.fsdp.policy import MixedPrecisionPolicy
 from vescale.fsdp.saved_tensors import others_watch, watched_by
 from vescale.fsdp.schedule import Schedule
@@ -93,6 +94,13 @@ class Unit:
     def modules(self) -> list[nn.Module]:
         """The modules that are left, in the order of the call of ``fully_shard``."""
         return [module for ref in self._modules if (module := ref()) is not None]
+
+    @property
+    def name(self) -> str:
+        """The FQN of the unit's module, or of its modules; "" for the root."""
+        if self.groups:
+            return self.groups[0].name
+        return "" if self.is_root else "(without parameters)"
 
     @property
     def all_groups(self) -> list[ParamGroup]:
@@ -212,6 +220,7 @@ class Unit:
                 group.drop_stale()
         self.unshard()
         self.schedule.prefetch_forward(self)
+        HERE.at("forward", self.name)
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args = cast_floating(self.policy.param_dtype, args)
             kwargs = cast_floating(self.policy.param_dtype, kwargs)
@@ -244,6 +253,7 @@ class Unit:
             if len(self._ran) == len(self._modules):
                 self._end_forward()
         self.schedule.leave_forward(self)
+        HERE.at("code after the forward", self.name)
         return output
 
     def _end_forward(self) -> None:
@@ -340,6 +350,7 @@ class Unit:
             self.unshard()
         if new:
             self.schedule.prefetch_backward(self, *at)
+        HERE.at("backward", self.name)
 
     def pass_by(self) -> None:
         """Do as other ranks do: backward came past the unit here, and comes to it on theirs."""

@@ -2,6 +2,7 @@
 """Find out before anything is written that the ranks are not about to write the same state."""
 
 import hashlib
+import threading
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vescale.dtensor.matching import leaves, name_of
+from vescale.fsdp.phases import waiting
 
 MOST_NAMES = 10
 _PLAIN = (bool, int, float, str, type(None))
@@ -73,8 +75,14 @@ def describe(value: Any) -> str:
 def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return what each rank of ``group`` passes, any object that can be pickled."""
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    with waiting("exchange of what ranks found, for a checkpoint,", group=group, aside=beside()):
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+def beside() -> bool:
+    """Tell whether this thread writes a checkpoint beside training."""
+    return threading.current_thread() is not threading.main_thread()
 
 
 def _ranks(ranks: list[int]) -> str:

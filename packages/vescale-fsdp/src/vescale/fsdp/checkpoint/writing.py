@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from vescale.fsdp.checkpoint import folder as on_disk
-from vescale.fsdp.checkpoint.alike import everyones
+from vescale.fsdp.checkpoint.alike import beside, everyones
+from vescale.fsdp.phases import waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ def on_first_rank(group: dist.ProcessGroup, what: str, action: Callable[[], Any]
         except Exception as caught:
             error = caught
             answer[1] = f"{type(caught).__name__}: {caught}"
-    dist.broadcast_object_list(answer, group_src=0, group=group)
+    with waiting(f"answer of the first rank, which is to {what},", group=group, aside=beside()):
+        dist.broadcast_object_list(answer, group_src=0, group=group)
     if error is not None:
         raise error
     if answer[1] is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from vescale.fsdp.optim.roots import RootPlan
 from vescale.fsdp.optim.rounds import Round, fill_rounds, plan_rounds
+from vescale.fsdp.phases import waiting
 
 Pack = Callable[[int, torch.Tensor | None], None]
 Solve = Callable[[Sequence[int], Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -233,7 +234,7 @@ class _Pass:
 
     def solve(self, calls: _Calls) -> None:
         """Wait for the matrices, solve those of this rank, and start to send the results back."""
-        _wait(self.work)
+        self._wait()
         own_share = {}
         if self.shares:
             own_share = {s.matrix: s for s in self.shares[self.owner.replica].slots}
@@ -257,7 +258,7 @@ class _Pass:
 
     def finish(self, calls: _Calls) -> None:
         """Wait for the results, exchange them between replicas, and hand them out."""
-        _wait(self.work)
+        self._wait()
         sides, buffers = (self.away,), [self.away_buffer]
         if self.shares:
             self._share()
@@ -279,8 +280,14 @@ class _Pass:
             for source, buffer in enumerate(self.share_buffers)
             if buffer.numel()  # alike on all replicas
         ]
-        for work in works:
-            work.wait()
+        with waiting("exchange of an optimizer's results", group=self.owner.replica_group):
+            for work in works:
+                work.wait()
+
+    def _wait(self) -> None:
+        if self.work is not None:
+            with waiting("exchange of an optimizer's matrices", group=self.owner.group):
+                self.work.wait()
 
     def _buffer(self, side: Side) -> torch.Tensor:
         return torch.empty(side.numel, dtype=self.owner.dtype, device=self.owner.device)
@@ -298,11 +305,6 @@ class _Pass:
             group=self.owner.group,
             async_op=True,
         )
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _piece(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:

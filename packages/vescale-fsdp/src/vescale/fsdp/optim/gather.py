@@ -14,6 +14,7 @@ from vescale.fsdp.optim.blocks import RowBlock, block_pieces
 from vescale.fsdp.optim.cuts import Cut
 from vescale.fsdp.optim.exchange import OwnerGather
 from vescale.fsdp.optim.roots import Matrix, Piece, plan_roots
+from vescale.fsdp.phases import waiting
 
 logger = logging.getLogger("vescale.fsdp.optim")
 
@@ -89,5 +90,6 @@ class BlockGather:
         flags = [param.grad is not None for param in self.params]
         mine = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         everyone = mine.new_empty(self.group.size() * len(flags))
-        all_gather_flat(everyone, mine, group=self.group)
+        with waiting("exchange of which gradients an optimizer has", group=self.group):
+            all_gather_flat(everyone, mine, group=self.group)
         return everyone.view(self.group.size(), len(flags)).tolist()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vescale.dtensor.state import match_full_state
+from vescale.fsdp.phases import waiting
 from vescale.fsdp.state_dict.flat import is_flat, unflatten
 from vescale.fsdp.state_dict.loading import agree_on_load, device_of, prepare
 from vescale.fsdp.state_dict.named_optimizers import GROUPS, PARAMS, STATE, NamedOptimizers
@@ -42,7 +43,8 @@ def load_optimizers(
     agree_on_load(device, "", error)
     header = [given[GROUPS]]
     if src is not None:
-        dist.broadcast_object_list(header, src=src)
+        with waiting("broadcast of an optimizer's options"):
+            dist.broadcast_object_list(header, src=src)
     _check_options(named, header[0], device)
     targets = named.state()
     before = {fqn: values for fqn, values in named.held().items() if values}
