@@ -6,9 +6,10 @@ import json
 import pytest
 
 from vescale.fsdp.__main__ import main
+from vescale.fsdp.inspect import readable
 from vescale.fsdp.simulate import Setup, simulate
 from vescale.fsdp.simulate.search import search, smallest_that_fit
-from vescale.fsdp.simulate.shapes import shipped_units
+from vescale.fsdp.simulate.shapes import Unit, shipped_units
 
 GIB = 2**30
 
@@ -23,7 +24,7 @@ def test_a_plan_is_printed(capsys):
     status, text, _ = run(capsys, "Llama-3-70B", "--world", 1024, "--hsdp", 64)
     assert status == 0
     for part in (
-        "1,024 ranks, 16 copies over 64 each; adamw, cut for adamw",
+        "llama3-70b on 1,024 ranks, 16 copies over 64 each; adamw, cut for adamw",
         "layer     80    855,654,400",
         "70,553,706,496 elements, padding 0.",
         "optimizer state, at most",
@@ -50,9 +51,11 @@ def test_json_holds_the_same(capsys):
 def test_a_search_marks_the_smallest_group_that_fits(capsys):
     status, text, _ = run(capsys, "gpt-oss-120b", "--world", 256, "--search")
     assert status == 0
-    (line,) = [line for line in text.splitlines() if line.startswith("1 ") and "<-" in line]
-    assert line.split()[1] == "64"
-    assert "too large" in text
+    assert text.startswith("gpt-oss-120b on 256 ranks; adamw; stored in float32")
+    of_one, of_two = text.partition("units of 1 layer\n")[2].split("units of 2 layers\n")
+    (line,) = [line for line in of_one.splitlines() if line.endswith("<-")]
+    assert line.split()[0] == "64"
+    assert "too large" in of_two
     _, text, _ = run(capsys, "gpt-oss-120b", "--world", 256, "--search", "--json", "--memory", 48)
     fitting = [one["shards"] for one in json.loads(text) if one["smallest_that_fits"]]
     assert fitting == [256]
@@ -65,6 +68,75 @@ def test_a_search_tries_finer_cuts_where_they_save_padding():
     assert {one.setup.layers for one in found} == {1, 2, 4}
     assert smallest_that_fit(found, 0) == []
     assert all(one.setup.granularity is None for one in search(units, Setup(8)))
+
+
+def test_a_search_keeps_to_what_is_given(capsys):
+    options = ("llama3-8b", "--world", 64, "--search", "--json")
+    _, text, _ = run(capsys, *options, "--hsdp", 8)
+    found = [(one["shards"], one["layers_per_unit"]) for one in json.loads(text)]
+    assert found == [(8, 1), (8, 2), (8, 4)]
+    _, text, _ = run(capsys, *options, "--layers", 3)
+    assert {one["layers_per_unit"] for one in json.loads(text)} == {3}
+
+
+def test_units_that_are_the_same_are_tried_once():
+    unit = Unit("block", 1, (("w", (64, 64)),))
+    assert [one.setup.layers for one in search([unit], Setup(2))] == [1]
+
+
+def test_a_plan_is_held_against_the_memory(capsys):
+    options = ("llama3-8b", "--world", 64, "--memory")
+    peak = simulate(shipped_units("llama3-8b"), Setup(64)).peak_nbytes
+    status, text, _ = run(capsys, *options, 12)
+    assert status == 0
+    assert f"fits in 12 GiB: {readable(12 * GIB - peak)} are left for activations" in text
+    status, text, _ = run(capsys, *options, 5)
+    assert status == 1
+    assert f"does not fit in 5 GiB: {readable(peak - 5 * GIB)} too much" in text
+    assert "last from step to step; less with more ranks (--world), --optimizer adamw8bit" in text
+    assert "buffers of whole units, of head the largest;\n" in text
+    status, text, _ = run(capsys, *options, 5, "--json")
+    assert status == 1
+    assert (json.loads(text)["memory"], json.loads(text)["fits"]) == (5 * GIB, False)
+
+
+def test_where_nothing_fits_the_closest_is_named(capsys):
+    status, text, _ = run(capsys, "llama3-8b", "--world", 64, "--search", "--memory", 1)
+    assert status == 1
+    assert "nothing fits in 1 GiB; the closest needs 6.029 GiB, 5.029 GiB too much:" in text
+    assert "64 ranks to a copy, units of 1 layer, cut for adamw" in text
+    assert "of head the largest, too much on any number of ranks" in text
+    assert "<-" not in text
+
+
+def test_json_is_null_where_there_is_nothing_to_tell(capsys, tmp_path):
+    _, text, _ = run(capsys, "llama3-8b", "--world", 1, "--json")
+    found = json.loads(text)
+    assert [name for name, value in found.items() if value is None] == [
+        *("memory", "fits", "received_within_copy", "received_from_copies")
+    ]
+    path = tmp_path / "empty.json"
+    path.write_text('{"layers.0.w": [0, 4]}')
+    _, text, _ = run(capsys, path, "--world", 2, "--json")
+    assert json.loads(text)["padding"] is None
+    assert json.loads(text)["units"][0]["padding"] is None
+
+
+def test_traffic_is_told_of_the_ranks_that_there_are(capsys):
+    for ranks, message in (
+        ((1,), "receives nothing: it is alone"),
+        ((8,), "a step from the ranks of its copy;"),
+        ((8, "--hsdp", 1), "a step from others;"),
+    ):
+        _, text, _ = run(capsys, "llama3-8b", "--world", *ranks)
+        assert message in text
+
+
+@pytest.mark.parametrize("memory", ["0", "-3", "much", "nan", "inf"])
+def test_a_wrong_memory_is_refused(capsys, memory):
+    with pytest.raises(SystemExit):
+        main(["plan", "llama3-8b", "--world", "8", f"--memory={memory}"])
+    assert f"'{memory}', expected the GiB of a rank" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

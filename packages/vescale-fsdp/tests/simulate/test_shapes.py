@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from vescale.fsdp.simulate.shapes import Unit, group_by_layer, shipped, shipped_units, units_of
+from vescale.fsdp.simulate.shapes import (
+    Unit,
+    group_by_layer,
+    name_of,
+    shipped,
+    shipped_units,
+    units_of,
+)
 
 LAYER = {"attention.weight": [6, 4], "norm.weight": [4]}
 
@@ -45,6 +52,24 @@ def test_names_are_found_as_people_write_them(given, name):
 def test_unknown_models_list_the_known_ones(given):
     with pytest.raises(ValueError, match=r"llama3-70b, .*a JSON file of shapes"):
         units_of(given)
+
+
+def test_the_name_of_a_model_is_the_whole_one(tmp_path):
+    assert name_of("DeepSeek-V3") == "deepseek-v3-671b-fused"
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps(flat(1)))
+    assert name_of(str(path)) == str(path)
+
+
+def test_a_folder_without_a_configuration_says_what_is_expected(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"is a folder without a config\.json.* llama3-70b, "):
+        units_of(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    with pytest.raises(ValueError, match=r"config\.json has no model_type, expected a config"):
+        units_of(str(tmp_path))
+    (tmp_path / "llama3-8b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert units_of("llama3-8b") == shipped_units("llama3-8b")
 
 
 def test_a_name_that_could_be_several_says_which():

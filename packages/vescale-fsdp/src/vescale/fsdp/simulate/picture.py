@@ -27,8 +27,11 @@ MEMORY = (
 )
 
 
-def draw(units: Sequence[Unit], simulation: Simulation, path: str | Path) -> None:
-    """Write a picture of ``simulation``, which is one of ``units``, to ``path``."""
+def draw(model: str, units: Sequence[Unit], simulation: Simulation, path: str | Path) -> None:
+    """Write a picture of ``simulation``, which is one of ``units``, to ``path``.
+
+    ``model`` is the name in its title.
+    """
     figure = Figure(figsize=(11, 8.2), facecolor=PAPER)
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
@@ -39,7 +42,8 @@ def draw(units: Sequence[Unit], simulation: Simulation, path: str | Path) -> Non
     largest = max(simulation.units, key=lambda cost: cost.unit.count * cost.plan.numel)
     _draw_buffer(figure.add_subplot(grid[1, :]), largest)
     setup = simulation.setup
-    title = f"{simulation.numel:,} elements on {setup.world_size:,} ranks, {setup.optimizer}"
+    ranks = f"{setup.world_size:,} {'rank' if setup.world_size == 1 else 'ranks'}"
+    title = f"{model}: {simulation.numel:,} elements on {ranks}, {setup.optimizer}"
     figure.suptitle(title, x=0.08, y=0.965, ha="left", fontsize=13, color=INK)
     figure.savefig(path, dpi=150)
 

@@ -6,23 +6,30 @@ from dataclasses import replace
 
 from vescale.fsdp.granularity import Elements
 from vescale.fsdp.simulate import Setup, Simulation, divisors, simulate
+from vescale.fsdp.simulate.fit import fits
 from vescale.fsdp.simulate.shapes import Unit
 
 LAYERS = (1, 2, 4)  # to a unit
 WORTH = 0.005  # the padding that another granularity must save to be shown
 
 
-def search(units: Sequence[Unit], setup: Setup) -> list[Simulation]:
+def search(units: Sequence[Unit], setup: Setup, layers: Sequence[int] = LAYERS) -> list[Simulation]:
     """Return a simulation of every choice: by layers of a unit, then by ranks that share a copy.
 
-    Tried are 1, 2 and 4 layers to a unit, all numbers of ranks from 2 that divide the world, and
-    the granularity of ``setup``. Where that is left open, cuts between any two elements follow if
-    the optimizer takes them and they save padding.
+    Tried are so many ``layers`` to a unit, where that makes other units; the ``shards`` of
+    ``setup``, or all numbers of ranks from 2 that divide the world; and the granularity of
+    ``setup``. Where that is left open, cuts between any two elements follow if the optimizer takes
+    them and they save padding.
     """
-    found = []
-    for layers in LAYERS:
-        for ranks in divisors(setup.world_size)[1:] or [1]:
-            one = simulate(units, replace(setup, shards=ranks, layers=layers))
+    found, seen = [], []
+    groups = [setup.shards] if setup.shards else divisors(setup.world_size)[1:] or [1]
+    for number in layers:
+        merged = [part for unit in units for part in unit.merged(number)]
+        if merged in seen:
+            continue
+        seen.append(merged)
+        for ranks in groups:
+            one = simulate(units, replace(setup, shards=ranks, layers=number))
             found.append(one)
             if setup.granularity is None and setup.optimizer != "adamw8bit":
                 finer = simulate(units, replace(one.setup, granularity=Elements()))
@@ -38,6 +45,6 @@ def smallest_that_fit(found: Sequence[Simulation], nbytes: int) -> list[Simulati
     """
     chosen: dict[int, Simulation] = {}
     for one in found:
-        if one.peak_nbytes <= nbytes:
+        if fits(one, nbytes):
             chosen.setdefault(one.setup.layers, one)
     return list(chosen.values())

@@ -62,12 +62,33 @@ def units_of(model: str) -> tuple[Unit, ...]:
 
     Raises ValueError for a model that is none of these, naming those that are shipped.
     """
+    path = _path_of(model)
+    return shipped_units(_shipped_name(model)) if path is None else _from_file(path)
+
+
+def name_of(model: str) -> str:
+    """Return what ``model`` names: the whole name of a shipped model, or the path of a file.
+
+    Raises ValueError as ``units_of`` does.
+    """
+    path = _path_of(model)
+    return _shipped_name(model) if path is None else str(path)
+
+
+def _path_of(model: str) -> Path | None:
     path = Path(model).expanduser()
-    if path.is_dir():
-        path = path / "config.json"
     if path.is_file():
-        return _from_file(path)
-    return shipped_units(_shipped_name(model))
+        return path
+    inside = path / "config.json"
+    if inside.is_file():
+        return inside
+    if model and path.is_dir() and not any(_matches(model)):
+        raise ValueError(
+            f"{path} is a folder without a config.json, expected that of a model of Hugging Face "
+            "Transformers; pass the folder that has it, a JSON file of shapes, or a model that is "
+            f"known here: {', '.join(shipped())}."
+        )
+    return None
 
 
 @cache
@@ -77,20 +98,24 @@ def shipped_units(name: str) -> tuple[Unit, ...]:
 
 
 def _shipped_name(model: str) -> str:
-    wanted = _plain(model)
-    names = shipped()
-    for found in (
-        [name for name in names if _plain(name) == wanted],
-        [name for name in names if wanted and _plain(name).startswith(wanted)],
-    ):
+    for found in _matches(model):
         fused = [name for name in found if not name.endswith("-unfused")]
         if len(fused or found) == 1:
             return (fused or found)[0]
         if found:
             raise ValueError(f"{model!r} could be any of {', '.join(found)}; say which.")
     raise ValueError(
-        f"{model!r} is neither a file nor a model that is known here: {', '.join(names)}. Pass one "
-        "of these, a JSON file of shapes, or a folder with a config.json of Transformers."
+        f"{model!r} is neither a file nor a model that is known here: {', '.join(shipped())}. Pass "
+        "one of these, a JSON file of shapes, or a folder with a config.json of Transformers."
+    )
+
+
+def _matches(model: str) -> tuple[list[str], list[str]]:
+    """Return the shipped names that are ``model``, and those that begin with it."""
+    wanted, names = _plain(model), shipped()
+    return (
+        [name for name in names if _plain(name) == wanted],
+        [name for name in names if wanted and _plain(name).startswith(wanted)],
     )
 
 
@@ -109,6 +134,11 @@ def _from_file(path: Path) -> tuple[Unit, ...]:
         return group_by_layer(_shapes_of_config(path))
     if "units" in document:
         return _from_document(document)
+    if path.name == "config.json":
+        raise ValueError(
+            f"{path} has no model_type, expected a configuration of Hugging Face Transformers; "
+            "pass the folder of one, or a JSON file of shapes by another name."
+        )
     for name, shape in document.items():
         whole = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
         if not whole:
