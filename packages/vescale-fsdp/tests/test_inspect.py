@@ -4,6 +4,7 @@
 import builtins
 import io
 import math
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -154,6 +155,37 @@ def test_pictures_of_nothing_of_mixed_meshes_and_of_lanes_are_drawn(tmp_path):
     for name, groups in (("none.svg", []), ("mixed.svg", mixed), ("lanes.svg", [lanes])):
         inspect.plot(inspect.layout_of_groups(groups), tmp_path / name)
         assert "<svg" in (tmp_path / name).read_text()
+
+
+def words_of(layout, path):
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words, not outlines of letters
+        inspect.plot(layout, path)
+    return re.findall("<text[^>]*>([^<]*)</text>", path.read_text())
+
+
+def test_pictures_name_the_ranks_of_every_lane_and_mesh(tmp_path):
+    requests = [Request("wide", 500 * 96, 32 * 96), Request("tall", 64 * 1000, 1000)]
+    lanes = Group("a", plan_lanes(requests, 4, align=4, lanes=2))
+    layout = inspect.layout_of_groups([lanes, make_group("b", BLOCK, 3), make_group("c", BLOCK, 3)])
+    words = words_of(layout, tmp_path / "lanes.svg")
+    assert "float32, 2 lanes" in words
+    assert [words.count(f"rank {rank}") for rank in range(4)] == [3, 3, 3, 2]
+
+
+def test_a_number_is_no_name_of_a_parameter(tmp_path):
+    group = make_group("", {"0.weight": (64, 64), "1.weight": (64, 64), "2.weight": (0, 4)}, 2)
+    words = words_of(inspect.layout_of_groups([group]), tmp_path / "numbers.svg")
+    assert words.count("0.weight") == 2  # in its bar and in the legend
+    assert not {"0", "2.weight"} & set(words)
+
+
+def test_names_of_ranks_do_not_touch():
+    picture = pytest.importorskip("vescale.fsdp.picture")
+    assert picture.rank_names(2, 0.5) == (["rank 0", "rank 1"], 1)
+    assert picture.rank_names(16, 0.02) == ([str(2 * rank) for rank in range(8)], 2)
+    assert picture.rank_names(40, 1 / 40)[1] == 3
+    assert picture.rank_names(4, 0.001) == ([], 1)
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):

@@ -170,6 +170,19 @@ def test_a_picture_is_drawn(capsys, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_of_nothing_has_no_labels_of_zero(capsys, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    (tmp_path / "shapes.json").write_text('{"layers.0.w": [0, 4]}')
+    path = tmp_path / "plan.svg"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        run(capsys, tmp_path / "shapes.json", "--world", 2, "--plot", path)
+        assert "0 B" not in path.read_text()
+        run(capsys, "gpt-oss-20b", "--world", 48, "--lanes", 2, "--plot", path)
+    text = path.read_text()
+    assert "gpt-oss-20b: 20,9" in text
+    assert "lane 1: 48 ranks x " in text
+
+
 def test_without_matplotlib_the_error_names_the_extra(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.axes", None)

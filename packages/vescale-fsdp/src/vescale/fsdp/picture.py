@@ -4,6 +4,8 @@
 In the bar are its lanes, and in each lane the ranks, side by side.
 """
 
+import math
+from fractions import Fraction
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from vescale.fsdp.inspect import GroupLayout, Layout, TensorLayout, readable, title
+from vescale.fsdp.lanes import AnyPlan
 
 # Hues that colour-blind readers tell apart (Okabe and Ito), light enough for dark letters on them;
 # the second line repeats them paler for groups of many tensors.
@@ -22,17 +25,22 @@ COLOURS = (
 INK, FAINT, PAPER = "#22262b", "#80868c", "#ffffff"
 PADDING = {"facecolor": "#f7f7f7", "edgecolor": "#b9bec3", "hatch": "/////", "linewidth": 0}
 WIDTH, LEFT, BARS, TOP, ROW, LEGEND = 11.0, 2.1, 7.2, 0.85, 0.62, 0.24  # inches
+NAMES = 0.16  # more of a row where each has the names of its ranks
 BAR_HEIGHT = 0.56  # of a row
 LETTER = 0.0085  # width of a letter in a bar, as a part of the bar
 LEGEND_COLUMNS, MOST_RANK_NAMES = 5, 16
+LEAST_SHARD = 0.006  # part of a bar: boundaries of narrower shards would run into one another
+
+Scale = list[tuple[Fraction, Fraction]]
 
 
 def draw(layout: Layout, path: str | Path) -> None:
     """Write a picture of ``layout`` to ``path``; needs no display and changes no global state."""
     runs = layout.runs()
-    names = dict.fromkeys(tensor.name for run in runs for tensor in run[0].tensors)
+    names = dict.fromkeys(t.name for run in runs for t in run[0].tensors if t.numel)
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    bars = ROW * max(1, len(runs))
+    scales = [_scale(run[0].plan) for run in runs]
+    bars = (ROW if scales[1:] == scales[:-1] else ROW + NAMES) * max(1, len(runs))
     below = LEGEND * -(-(len(colours) + 1) // LEGEND_COLUMNS) + 0.25
     height = TOP + bars + below
     figure = Figure(figsize=(WIDTH, height), facecolor=PAPER)
@@ -44,7 +52,8 @@ def draw(layout: Layout, path: str | Path) -> None:
     for row, run in enumerate(runs):
         _draw_buffer(axes, row, run[0], colours)
         _draw_captions(axes, row, run)
-    _draw_rank_names(axes, layout)
+        if not row or scales[row] != scales[row - 1]:  # others share the names above
+            _draw_rank_names(axes, row, run[0].plan.world_size, scales[row])
     figure.text(LEFT / WIDTH, 1 - 0.22 / height, layout.summary(), **_text(11, "left"))
     handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     handles.append(Patch(**PADDING, label="padding"))
@@ -65,7 +74,8 @@ def _draw_buffer(axes: Axes, row: int, group: GroupLayout, colours: dict[str, st
             axes.barh(row, width, BAR_HEIGHT, left, color=colour, edgecolor=PAPER, linewidth=0.6)
             _draw_label(axes, row, tensor, group)
     for _, shard_numel, start, _ in group.plan.lane_ranges:
-        for rank in range(world_size + 1):
+        step = 1 if shard_numel / whole >= LEAST_SHARD else world_size
+        for rank in range(0, world_size + 1, step):
             inner = 0 < rank < world_size
             reach = 0.4 if inner else BAR_HEIGHT / 2
             x = [(start + rank * shard_numel) / whole] * 2
@@ -81,17 +91,24 @@ def _draw_label(axes: Axes, row: int, tensor: TensorLayout, group: GroupLayout) 
     before = sum(sizes[:rank])  # elements of the tensor on earlier ranks, which lie in front
     left = (tensor.offset + before) / whole
     width = sizes[rank] / whole
-    name = tensor.name.removesuffix(".weight")
-    for label in (name, name.rpartition(".")[2]):
+    for label in labels(tensor.name):
         if len(label) * LETTER < width:
             axes.text(left + width / 2, row, label, **_text(7.5, "center"))
             return
+
+
+def labels(name: str) -> list[str]:
+    """Return what may stand for a parameter, the longest first; a number alone says nothing."""
+    short = name.removesuffix(".weight")
+    return [text for text in (short, short.rpartition(".")[2]) if not text.isdecimal()] or [name]
 
 
 def _draw_captions(axes: Axes, row: int, run: tuple[GroupLayout, ...]) -> None:
     group = run[0]
     kind = str(group.param_dtype).removeprefix("torch.")
     kind += "" if group.trainable else ", frozen"
+    lanes = len(group.plan.lane_ranges)
+    kind += f", {lanes} lanes" if lanes > 1 else ""
     kind += f", {len(run)} alike" if len(run) > 1 else ""
     name = title(run).partition(" (")[0] if len(run) > 1 else title(run)
     for x, align, above, below in (
@@ -102,15 +119,34 @@ def _draw_captions(axes: Axes, row: int, run: tuple[GroupLayout, ...]) -> None:
         axes.text(x, row + 0.19, below, **_text(7.5, align, FAINT))
 
 
-def _draw_rank_names(axes: Axes, layout: Layout) -> None:
-    worlds = {group.plan.world_size for group in layout.groups}
-    lanes = {len(group.plan.lane_ranges) for group in layout.groups}
-    if len(worlds) != 1 or lanes != {1}:
-        return  # groups on meshes of their own, or with ranks once in each lane: no common scale
-    (world_size,) = worlds
-    prefix = "rank " if world_size <= MOST_RANK_NAMES else ""
-    for rank in range(0, world_size, -(-world_size // MOST_RANK_NAMES)):
-        axes.text((rank + 0.5) / world_size, -0.62, f"{prefix}{rank}", **_text(9, "center", FAINT))
+def _scale(plan: AnyPlan) -> Scale:
+    """Return where each lane begins and how long a rank's part of it is, as parts of the bar."""
+    whole = max(1, plan.buffer_numel)
+    return [(Fraction(at, whole), Fraction(numel, whole)) for _, numel, at, _ in plan.lane_ranges]
+
+
+def _draw_rank_names(axes: Axes, row: int, world_size: int, scale: Scale) -> None:
+    """Name the ranks over each lane of a row that is wide enough for it."""
+    for start, shard in scale:
+        names, step = rank_names(world_size, float(shard))
+        for place, name in enumerate(names):
+            x = float(start + (place * step + Fraction(1, 2)) * shard)
+            axes.text(x, row - 0.5, name, **_text(7.5, "center", FAINT))
+
+
+def rank_names(world_size: int, shard: float) -> tuple[list[str], int]:
+    """Return the names over a lane, and how many ranks further each is; ``shard`` is a part of 1.
+
+    The same step for all, so that the names do not touch; none where the lane is too narrow.
+    """
+    last = len(str(world_size - 1))
+    if world_size <= MOST_RANK_NAMES and shard >= LETTER * (last + len("rank  ")):
+        return [f"rank {rank}" for rank in range(world_size)], 1
+    needed = LETTER * (last + 1)
+    if world_size * shard < needed:
+        return [], 1
+    step = max(-(-world_size // MOST_RANK_NAMES), math.ceil(needed / shard))
+    return [str(rank) for rank in range(0, world_size, step)], step
 
 
 def _padding(group: GroupLayout) -> str:

@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from vescale.fsdp.inspect import readable
-from vescale.fsdp.picture import COLOURS, FAINT, INK, PADDING, PAPER
+from vescale.fsdp.picture import COLOURS, FAINT, INK, LEAST_SHARD, PADDING, PAPER
 from vescale.fsdp.simulate import Setup, Simulation, UnitCost, simulate
 from vescale.fsdp.simulate.shapes import Unit
 
 MOST_NAMES = 12  # in the legend of a buffer
-MOST_LINES = 64  # ranks of a buffer that are told apart by lines
 LEAST_PADDING = 1e-4  # drawn for less, on a logarithmic axis: 0.01 %
 MEMORY = (
     ("parameters", "parameters_nbytes"),
@@ -66,7 +65,9 @@ def _draw_padding(axes: Axes, units: Sequence[Unit], setup: Setup) -> None:
         axes.plot(ranks, shown, "o-", color=colour, label=label, ms=4, lw=1.6)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(ranks, [f"{n:,}" for n in ranks], rotation=45, fontsize=7.5)
+    axes.set_xticks(
+        ranks, [f"{n:,}" for n in ranks], rotation=45 if len(ranks) > 6 else 0, fontsize=7.5
+    )
     axes.minorticks_off()
     axes.set_xlabel("ranks that share a copy", fontsize=9, color=INK)
     axes.set_title("padding, % of all elements", loc="left", fontsize=10, color=INK)
@@ -85,9 +86,10 @@ def _draw_memory(axes: Axes, units: Sequence[Unit], setup: Setup) -> None:
         axes.bar(range(len(ranks)), heights, 0.62, below, color=colour, label=label)
         below = [a + b for a, b in zip(below, heights, strict=True)]
     for place, total in enumerate(below):
-        text = readable(round(total * gib))
-        axes.text(place, total, text, ha="center", va="bottom", fontsize=7.5, color=INK)
-    axes.set_ylim(0, 1.3 * max(below))
+        if total:
+            text = readable(round(total * gib))
+            axes.text(place, total, text, ha="center", va="bottom", fontsize=7.5, color=INK)
+    axes.set_ylim(0, 1.3 * max(below) or 1)
     axes.set_xticks(range(len(ranks)), [f"{n:,}" for n in ranks], fontsize=8)
     axes.set_xlabel("ranks that share a copy", fontsize=9, color=INK)
     axes.set_title("GiB of a rank, without activations", loc="left", fontsize=10, color=INK)
@@ -99,7 +101,11 @@ def _draw_buffer(axes: Axes, cost: UnitCost) -> None:
     """Draw the lanes of a unit below one another, each as wide as its buffer."""
     plan, shapes = cost.plan, dict(cost.unit.params)
     largest = sorted(range(len(plan.requests)), key=lambda i: -plan.requests[i].numel)
-    named = {index: COLOURS[place] for place, index in enumerate(largest[:MOST_NAMES])}
+    named = {
+        index: COLOURS[place]
+        for place, index in enumerate(largest[:MOST_NAMES])
+        if plan.requests[index].numel
+    }
     whole = max(numel for *_, numel in plan.lane_ranges) or 1
     for row, (_, shard, start, numel) in enumerate(plan.lane_ranges):
         axes.barh(row, numel / whole, 0.6, **PADDING)
@@ -107,10 +113,11 @@ def _draw_buffer(axes: Axes, cost: UnitCost) -> None:
             if request.numel and start <= offset < start + numel:
                 left, width = (offset - start) / whole, request.numel / whole
                 axes.barh(row, width, 0.6, left, color=named.get(index, COLOURS[-1]), lw=0)
-        if plan.world_size <= MOST_LINES:
+        if shard / whole >= LEAST_SHARD:
             edges = [rank * shard / whole for rank in range(plan.world_size + 1)]
             axes.vlines(edges, row - 0.36, row + 0.36, color=INK, lw=0.9)
-        text = f"{plan.world_size:,} ranks x {shard:,}"
+        lane = f"lane {row}: " if len(plan.lanes) > 1 else ""
+        text = f"{lane}{plan.world_size:,} ranks x {shard:,} elements"
         axes.text(0, row - 0.42, text, fontsize=8, color=FAINT, va="bottom")
     axes.set_ylim(len(plan.lane_ranges) - 0.4, -0.75)
     axes.set_xlim(0, 1)
@@ -127,8 +134,8 @@ def _draw_buffer(axes: Axes, cost: UnitCost) -> None:
         Patch(facecolor=named[index], label=f"{name} {list(shapes[name])}")
         for index, name in names.items()
     ]
-    if len(plan.requests) > MOST_NAMES:
-        others = len(plan.requests) - MOST_NAMES
+    others = sum(1 for request in plan.requests if request.numel) - len(named)
+    if others:
         handles.append(Patch(facecolor=COLOURS[-1], label=f"{others:,} others"))
     handles.append(Patch(**PADDING, label="padding"))
     axes.legend(
