@@ -193,3 +193,21 @@ def test_a_kernel_without_its_header_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     with pytest.raises(RuntimeError, match="install nvidia-curand or the CUDA toolkit"):
         _torch_compat.compile_cuda_kernel("", "kernel")
+
+
+def test_a_callback_runs_at_the_end_of_the_backward_that_queued_it():
+    """Gradients of plans are reduced there; torch's queue is private, so its loss must be loud."""
+    calls, x = [], torch.ones(2, requires_grad=True)
+
+    def note(grad):
+        calls.append(_torch_compat.current_backward())
+        _torch_compat.on_backward_end(lambda: calls.append(x.grad.tolist()))
+
+    y = x * 2
+    y.register_hook(note)
+    y.sum().backward()
+    assert calls[0] >= 0
+    assert calls[1:] == [[2.0, 2.0]]  # after the last gradient, once
+    assert _torch_compat.current_backward() == -1
+    with pytest.raises(RuntimeError, match="during backward pass"):
+        _torch_compat.on_backward_end(lambda: None)
