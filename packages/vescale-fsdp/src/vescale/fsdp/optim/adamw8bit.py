@@ -20,7 +20,14 @@ from vescale.fsdp.optim.adamw8bit_state import (
     new_state,
     tiling_of,
 )
-from vescale.fsdp.optim.checks import check_grad, check_once, label_of
+from vescale.fsdp.optim.checks import (
+    check_betas,
+    check_given,
+    check_grad,
+    check_number,
+    check_once,
+    label_of,
+)
 from vescale.fsdp.optim.cuts import local_of
 from vescale.fsdp.optim.restoring import load_uncast
 from vescale.fsdp.optim.rounding import rounding_key
@@ -87,6 +94,7 @@ class AdamW8bit(Optimizer):
             "seed": seed,
             "maximize": maximize,
         }
+        check_given(params, "AdamW8bit", "model.named_parameters()")
         _check_options(defaults)
         super().__init__(params, defaults)
 
@@ -199,14 +207,9 @@ def _update(batch: list[Part], group: Mapping[str, Any], step: int) -> None:
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
-    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr is a tensor of {group['lr'].numel()} elements, expected 1.")
     for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name}={group[name]}, expected a number >= 0.")
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas}, expected two numbers in [0, 1).")
+        check_number(name, group[name])
+    check_betas(group["betas"])
     if group["state_bits"] not in (8, 32):
         raise ValueError(f"state_bits={group['state_bits']}, expected 8, or 32 for float32 state.")
     check_block(group["block"])

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the optimizers refuse, and how it names a parameter when it does."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.fsdp.optim.cuts import read_cut
 from vescale.fsdp.optim.newton_schulz import step_triples
 
+MATRICES = "the first of the two lists that split_params(model) returns"
 LR_RULES = (None, "original", "match_rms_adamw")
 
 
@@ -20,12 +23,62 @@ def label_of(group: Mapping[str, Any], group_index: int, index: int) -> str:
     return f"parameter {index} of group {group_index}"
 
 
+def check_given(params: Any, optimizer: str, advice: str) -> None:
+    """Raise TypeError unless ``params`` may be the first argument of ``optimizer``.
+
+    What it holds is for the base class to check. ``advice`` says what to pass for a module.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"{optimizer} got a module ({type(params).__name__}), expected its parameters; pass "
+            f"{advice}."
+        )
+    if not isinstance(params, Iterable) or isinstance(params, str):
+        raise TypeError(
+            f"{optimizer} got {params!r}, a {type(params).__name__}, expected parameters, pairs of "
+            f"name and parameter, or groups of them; pass {advice}."
+        )
+
+
+def check_number(name: str, value: Any, least: int | None = None) -> None:
+    """Raise TypeError unless ``value`` is a number or a tensor of one, ValueError if negative.
+
+    With ``least`` it must be an integer of at least so much.
+    """
+    if least is not None:
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected an integer.")
+        if value < least:
+            raise ValueError(f"{name}={value}, expected at least {least}.")
+        return
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} is a tensor of {value.numel()} elements, expected 1.")
+    elif not isinstance(value, Real):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}, expected a number >= 0, such as 0.01."
+        )
+    if not value >= 0:
+        raise ValueError(f"{name}={value}, expected a number >= 0.")
+
+
+def check_betas(betas: Any) -> None:
+    """Raise TypeError unless ``betas`` are two numbers, ValueError unless they are in [0, 1)."""
+    pair = isinstance(betas, Sequence) and all(isinstance(b, Real | torch.Tensor) for b in betas)
+    if not pair:
+        raise TypeError(
+            f"betas={betas!r} is a {type(betas).__name__}, expected two numbers in [0, 1); pass "
+            "for example (0.9, 0.95)."
+        )
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"betas={betas}, expected two numbers in [0, 1); pass for example (0.9, 0.95)."
+        )
+
+
 def check_options(group: Mapping[str, Any]) -> None:
-    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr is a tensor of {group['lr'].numel()} elements, expected 1.")
     for name in ("lr", "momentum", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name}={group[name]}, expected a number >= 0.")
+        check_number(name, group[name])
     if group["adjust_lr_fn"] not in LR_RULES:
         raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']!r}, expected one of {LR_RULES}.")
     check_ns_options(group)

@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 
 from vescale.fsdp.optim.blocks import MatrixSplit, RowBlock, row_blocks
 from vescale.fsdp.optim.checks import (
+    MATRICES,
+    check_given,
     check_grad,
     check_ns_options,
+    check_number,
     check_options,
     check_params,
     check_same_layout,
@@ -98,6 +101,7 @@ class Muon(Optimizer):
         batched_ns: bool = False,
         ns_fn: NewtonSchulz | None = None,
     ) -> None:
+        check_given(params, "Muon", MATRICES)
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(
                 f"wire_dtype={wire_dtype}, expected torch.bfloat16 or torch.float32; anything "
@@ -105,8 +109,7 @@ class Muon(Optimizer):
             )
         if batched_ns and ns_fn is not None:
             raise ValueError("batched_ns=True has no use for ns_fn, which takes one matrix.")
-        if max_inflight_bytes < 1:
-            raise ValueError(f"max_inflight_bytes={max_inflight_bytes}, expected at least 1.")
+        check_number("max_inflight_bytes", max_inflight_bytes, least=1)
         self._wire_dtype, self._ns_fn, self._matrix_split = wire_dtype, ns_fn, matrix_split
         self._max_inflight_bytes, self._batched_ns = max_inflight_bytes, batched_ns
         self._gathers: list[ParamGather] | None = None

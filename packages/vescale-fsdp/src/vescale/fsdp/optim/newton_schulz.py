@@ -6,7 +6,7 @@ Sources: https://kellerjordan.github.io/posts/muon/ for the quintic iteration, a
 """
 
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 
@@ -21,14 +21,18 @@ def step_triples(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     """Return one (a, b, c) for each of ``steps`` iterations, from one triple or a list of them.
 
     Raises:
+        TypeError: ``steps`` is no integer.
         ValueError: ``steps`` is not in [0, 99], or ``coefficients`` is neither one triple of
             numbers nor a sequence of exactly ``steps`` triples.
     """
+    if isinstance(steps, bool) or not isinstance(steps, Integral):
+        raise TypeError(f"ns_steps={steps!r} is a {type(steps).__name__}, expected an integer.")
     if not 0 <= steps <= MAX_STEPS:
         raise ValueError(f"ns_steps={steps}, expected 0 to {MAX_STEPS}; 5 is the usual choice.")
     if _is_triple(coefficients):
         return (tuple(coefficients),) * steps
-    if all(_is_triple(triple) for triple in coefficients) and len(coefficients) == steps:
+    listed = isinstance(coefficients, Sequence) and len(coefficients) == steps
+    if listed and all(_is_triple(triple) for triple in coefficients):
         return tuple(tuple(triple) for triple in coefficients)
     raise ValueError(
         f"ns_coefficients={coefficients!r}, expected three numbers (a, b, c), or a list of "

@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 
 from vescale.dtensor import DTensor, RaggedShard
 from vescale.fsdp.optim.blocks import RowBlock
-from vescale.fsdp.optim.checks import check_grad, check_params, check_placed, label_of
+from vescale.fsdp.optim.checks import (
+    MATRICES,
+    check_betas,
+    check_given,
+    check_grad,
+    check_number,
+    check_params,
+    check_placed,
+    label_of,
+)
 from vescale.fsdp.optim.cuts import Cut, local_of, read_cut
 from vescale.fsdp.optim.eigenbasis import SoapOptions, soap_update, state_shapes
 from vescale.fsdp.optim.gather import BlockGather, Member, Transfer
@@ -79,11 +88,11 @@ class SOAP(Optimizer):
         wire_dtype: torch.dtype = torch.float32,
         max_inflight_bytes: int = 1 << 30,
     ) -> None:
+        check_given(params, "SOAP", MATRICES)
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f"wire_dtype={wire_dtype}, expected one of {_WIRE_DTYPES}.")
         for name, value in (("block_size", block_size), ("max_inflight_bytes", max_inflight_bytes)):
-            if value < 1:
-                raise ValueError(f"{name}={value}, expected at least 1.")
+            check_number(name, value, least=1)
         self._transfer = Transfer(wire_dtype, max_inflight_bytes, share_replicas=False)
         self._block_size = block_size
         self._gathers: list[BlockGather] | None = None
@@ -339,15 +348,12 @@ def _numbers_in_params(places: Sequence[tuple[int, RowBlock, int]]) -> list[int]
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
-    if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"lr is a tensor of {group['lr'].numel()} elements, expected 1.")
     for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name}={group[name]}, expected a number >= 0.")
-    betas = (*group["betas"], *([] if group["shampoo_beta"] is None else [group["shampoo_beta"]]))
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas and shampoo_beta are {betas}, expected numbers in [0, 1).")
-    if group["precondition_frequency"] < 1:
-        raise ValueError(
-            f"precondition_frequency={group['precondition_frequency']}, expected at least 1."
-        )
+        check_number(name, group[name])
+    check_betas(group["betas"])
+    beta = group["shampoo_beta"]
+    if beta is not None:
+        check_number("shampoo_beta", beta)
+        if not beta < 1:
+            raise ValueError(f"shampoo_beta={beta}, expected a number in [0, 1), or None.")
+    check_number("precondition_frequency", group["precondition_frequency"], least=1)

@@ -47,12 +47,11 @@ def split_params(
     if isinstance(model, nn.Module):
         embeddings.update(_embedding_weights(model))
         model = model.named_parameters(remove_duplicate=False)
+    if not isinstance(model, Iterable):
+        raise _no_pairs(model)
     for pair in model:
         if not isinstance(pair, tuple):
-            raise TypeError(
-                f"split_params got a {type(pair).__name__}, expected a module or (name, parameter) "
-                "pairs; pass the model, or model.named_parameters()."
-            )
+            raise _no_pairs(pair)
         fqn, param = pair
         names.setdefault(param, []).append(fqn)
 
@@ -68,6 +67,13 @@ def split_params(
             place = "muon" if choice else "rest"
             print(f"{place}  {tuple(param.shape)!s:>16}  {fqns[0]}  ({reason or 'hidden matrix'})")
     return muon_params, rest
+
+
+def _no_pairs(given: object) -> TypeError:
+    return TypeError(
+        f"split_params got a {type(given).__name__}, expected a module or (name, parameter) pairs; "
+        "pass the model, or model.named_parameters()."
+    )
 
 
 def _embedding_weights(model: nn.Module) -> Iterator[nn.Parameter]:
