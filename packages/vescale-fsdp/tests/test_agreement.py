@@ -23,6 +23,18 @@ def check_descriptions(rank, world_size):
         agree(group, device, "meet", "\n".join(lines[:7] if rank == odd else lines))
 
 
+def check_fields(rank, world_size):
+    """Of a line of fields, what it is about and the fields that differ are told."""
+    group, device = dist.group.WORLD, torch.device(DEVICE)
+    odd = world_size - 1
+    first, other = "a unit; dtype=int8; lanes=1; size=2", "a unit; dtype=int4; lanes=1; size=3"
+    told = "'a unit; dtype=int8; size=2' and 'a unit; dtype=int4; size=3'"
+    with pytest.raises(RuntimeError, match=rf"rank 0 and rank {odd} .*: {told}\."):
+        agree(group, device, "meet", other if rank == odd else first)
+    with pytest.raises(RuntimeError, match=r"'a unit; dtype=int8; .*' and 'a unit; lanes=1'\."):
+        agree(group, device, "meet", "a unit; lanes=1" if rank == odd else first)
+
+
 def check_errors(rank, world_size):
     """The rank with the error raises it as it is, before any difference is looked for."""
     group, device = dist.group.WORLD, torch.device(DEVICE)
@@ -36,6 +48,7 @@ def check_errors(rank, world_size):
 
 def check_all(rank, world_size):
     check_descriptions(rank, world_size)
+    check_fields(rank, world_size)
     check_errors(rank, world_size)
 
 

@@ -187,3 +187,25 @@ def test_units_of_a_unit_that_was_not_planned_with():
     assert unit_runs(p, 0, 3) == ((1, 1), (1, 2), (1, 1))
     with pytest.raises(ValueError, match=r"w: unit_numel=2 .*\[3\]"):
         unit_runs(p, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda param: Rows(2), r"<lambda>\(param\) .*too many positional"),
+        (lambda fqn, param, mesh: Rows(2), r"<lambda>\(fqn, param, mesh\) .*missing .*'mesh'"),
+        (lambda: Rows(2), r"<lambda>\(\) cannot be called with \(fqn, param\)"),
+    ],
+)
+def test_a_function_of_other_arguments_says_which_are_expected(function, words):
+    with pytest.raises(TypeError, match=rf"^w: the granularity function {words}.*lambda fqn, par"):
+        resolve_granularity(function, "w", param(2, 2))
+
+
+def test_what_a_function_raises_itself_is_raised():
+    def fail(fqn, param):
+        raise TypeError("a mistake inside")
+
+    with pytest.raises(TypeError, match=r"^a mistake inside$"):
+        resolve_granularity(fail, "w", param(2, 2))
+    assert resolve_granularity(lambda *both: Rows(2), "w", param(2, 2)) == Rows(2)

@@ -26,6 +26,12 @@ def test_8_bit_state_keeps_tiles_whole_where_there_are_any():
     assert of(choose, "b", 8192) == Elements()
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "AdamW8bit", "SOAP"])
+def test_names_may_be_written_as_the_classes_are(kind):
+    chosen, expected = granularity_for(kind), granularity_for(kind.lower())
+    assert of(chosen, "w", 512, 512) == of(expected, "w", 512, 512)
+
+
 def test_heads_and_experts_stay_whole_and_tiles_with_them():
     options = {"heads": {"*.q_proj.weight": 48, "*_proj.weight": 64}, "experts": "*.experts"}
     for kind, head in (("muon", 48), ("adamw8bit", 96)):
@@ -41,7 +47,8 @@ def test_heads_and_experts_stay_whole_and_tiles_with_them():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "lion"}, "expected one of"),
+        ({"kind": "Lion"}, "kind='Lion', .*one of adamw, muon, adamw8bit, soap; for others"),
+        ({"kind": 3}, "kind=3, expected the name of an optimizer"),
         ({"kind": "muon", "heads": {"*": 0}}, "rows of one head"),
         ({"kind": "muon", "heads": {"*": 3}}, r"w has shape \(4, 4\).*heads of 3 rows"),
         ({"kind": "muon", "experts": ["*"]}, r"w has shape \(4, 4\).*fused experts"),

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from testing.ranks import DEVICE
-from vescale.fsdp import FSDPModule, fully_shard
+from vescale.fsdp import FSDPModule, MixedPrecisionPolicy, Rows, fully_shard
 from vescale.fsdp.wrap_arguments import ignored_set
 
 WRONG = {
@@ -34,8 +37,40 @@ def check_one_rank(rank, world_size):
     fully_shard(model, mesh=mesh)
 
 
+def check_options_that_differ(rank, world_size):
+    """Only what differs is told, by the names that the caller knows it by."""
+    mesh, odd = init_device_mesh(DEVICE, (world_size,)), rank == world_size - 1
+    unit = f"Linear over 1 x {world_size} ranks"
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options, mine, its in (
+        (
+            {"mp_policy": low if odd else MixedPrecisionPolicy()},
+            "mp_policy.param_dtype=None; mp_policy.reduce_dtype=None",
+            "mp_policy.param_dtype=torch.bfloat16; mp_policy.reduce_dtype=torch.float32",
+        ),
+        ({"lanes": 1 if odd else 2}, "lanes=2", "lanes=1"),
+        (
+            {"reshard_after_forward": odd},
+            "reshard_after_forward=False",
+            "reshard_after_forward=True",
+        ),
+    ):
+        match = re.escape(f"differ first at: '{unit}; {mine}' and '{unit}; {its}'. Build")
+        with pytest.raises(RuntimeError, match=match):
+            fully_shard(nn.Linear(4, 4).to(DEVICE), mesh=mesh, **options)
+    granularity = Rows(2) if odd else Rows(4)
+    match = re.escape("at: 'weight; granularity=Rows(n=4)' and 'weight; granularity=Rows(n=2)'")
+    with pytest.raises(RuntimeError, match=match):
+        fully_shard(nn.Linear(4, 4).to(DEVICE), mesh=mesh, granularity=granularity)
+
+
+def check_wrong_and_different(rank, world_size):
+    check_one_rank(rank, world_size)
+    check_options_that_differ(rank, world_size)
+
+
 def test_a_wrong_argument_on_one_rank_is_told_to_all(run_ranks):
-    run_ranks(check_one_rank, 2)
+    run_ranks(check_wrong_and_different, 2)
 
 
 def test_parameters_to_ignore_may_come_from_a_generator(fake_group):

@@ -99,12 +99,15 @@ def check_differences(rank, world_size):
     odd = rank == world_size - 1
     mine = {True: torch.float64, False: torch.float32}[odd]
     refused(
-        r"weight: \(4, 4\) torch\.float32.*weight: \(4, 4\) torch\.float64",
+        r"'weight; dtype=torch\.float32' and 'weight; dtype=torch\.float64'",
         nn.Linear(4, 4, dtype=mine, device=DEVICE),
     )
-    refused(r"weight: \(4, 4\).*weight: \(5, 4\)", nn.Linear(4, 4 + odd, device=DEVICE))
+    refused(
+        r"'weight; shape=\(4, 4\)' and 'weight; shape=\(5, 4\)'",
+        nn.Linear(4, 4 + odd, device=DEVICE),
+    )
     refused(r"Rows\(n=1\).*Rows\(n=2\)", granularity=Rows(1 + odd))
-    refused(r"'bias: \(4,\).*' and 'nothing'", nn.Linear(4, 4, bias=not odd, device=DEVICE))
+    refused(r"'bias; shape=\(4,\).*' and 'nothing'", nn.Linear(4, 4, bias=not odd, device=DEVICE))
     frozen = nn.Linear(4, 4, device=DEVICE).requires_grad_(not odd)
     refused("requires_grad=True.*requires_grad=False", frozen)
     refused(

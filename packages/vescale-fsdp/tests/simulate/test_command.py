@@ -40,7 +40,7 @@ def test_what_forces_padding_is_named(capsys):
 
 
 def test_json_holds_the_same(capsys):
-    _, text, _ = run(capsys, "gpt-oss-20b", "--world", 64, "--optimizer", "muon", "--json")
+    _, text, _ = run(capsys, "gpt-oss-20b", "--world", 64, "--optimizer", "Muon", "--json")
     found = json.loads(text)
     expected = simulate(shipped_units("gpt-oss-20b"), Setup(64, optimizer="muon"))
     assert found["peak_without_activations"] == expected.peak_nbytes

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_granularity,
         help=f"where matrices may be cut: {FORMS} (default: as the optimizer wants)",
     )
-    plan.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    plan.add_argument("--optimizer", type=str.lower, choices=OPTIMIZERS, default="adamw")
     plan.add_argument(
         "--layers", type=int, help="layers of one unit (default: 1; with --search: 1, 2 and 4)"
     )

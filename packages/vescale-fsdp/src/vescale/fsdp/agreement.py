@@ -11,6 +11,7 @@ from vescale.fsdp._torch_compat import all_gather_flat, is_fake
 from vescale.fsdp.phases import waiting
 
 MESSAGE_BYTES = 2048
+FIELDS = "; "  # between the fields of a line of a description
 
 
 def agree(
@@ -25,7 +26,8 @@ def agree(
     ``groups`` are those of the axes of a mesh, the last axis first; together they connect all of
     its ranks. Costs one all-gather of 16 bytes per rank and axis, and more only to tell what is
     wrong. The rank with the error raises it as it is; the others raise RuntimeError with its
-    message.
+    message. Of descriptions the first line that differs is told, and where it has fields, divided
+    by ``FIELDS``, only the first one and those that differ.
     """
     groups = [groups] if isinstance(groups, dist.ProcessGroup) else groups
     groups = [group for group in groups if group.size() > 1]
@@ -45,7 +47,7 @@ def agree(
         rank = failed[0]
         raise RuntimeError(f"rank {rank} of the group cannot {what}: {_decode(texts[rank])}")
     if odd:
-        first, other = _first_difference(description, odd[0], device, groups)
+        first, other = _differing_fields(*_first_difference(description, odd[0], device, groups))
         raise RuntimeError(
             f"the ranks do not {what} alike; rank 0 and rank {odd[0]} of the group differ first "
             f"at: {first!r} and {other!r}. Build and wrap the model alike on every rank."
@@ -107,6 +109,15 @@ def _first_difference(
     at = (everyone[odd] != everyone[0]).int().argmax()
     texts = _gather(_encode(lines[at], device), groups)
     return _decode(texts[0]), _decode(texts[odd])
+
+
+def _differing_fields(first: str, other: str) -> tuple[str, str]:
+    """Return two lines without the fields in which they are alike, but for the first field."""
+    a, b = first.split(FIELDS), other.split(FIELDS)
+    if len(a) != len(b):
+        return first, other
+    kept = [i for i in range(len(a)) if i == 0 or a[i] != b[i]]
+    return FIELDS.join(a[i] for i in kept), FIELDS.join(b[i] for i in kept)
 
 
 def agree_on_order(

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import is_ragged_shard
 from vescale.dtensor.tensor import local_of
+from vescale.fsdp.agreement import FIELDS
 from vescale.fsdp.block_scaled import BlockScaled
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.extension import check_rows, has_extension
@@ -201,30 +202,35 @@ def split(items: list[Managed]) -> list[list[Managed]]:
 def describe(
     modules: Sequence[nn.Module],
     data: DataMesh,
-    policies: str,
+    options: Sequence[str],
     reshard: bool | int | None,
     groups: list[list[Managed]],
 ) -> str:
-    """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter."""
-    lines = [
-        f"{names_of(modules)} over {data.replicas} x {data.shards} ranks with {policies} "
-        f"and reshard_after_forward={reshard}",
-    ]
+    """Return a text that is equal on two ranks exactly if they wrap alike; a line a parameter.
+
+    Fields of a line are divided as ``agree`` wants them.
+    """
+    wrapped = f"{names_of(modules)} over {data.replicas} x {data.shards} ranks"
+    lines = [FIELDS.join([wrapped, *options, f"reshard_after_forward={reshard}"])]
     for items in groups:
         for item in items:
             p = item.original
-            lines.append(
-                f"{item.fqn}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} "
-                f"{item.granularity} {item.policy.param_dtype}{_describe_mesh(item, data)}"
+            fields = (
+                f"{item.fqn}",
+                f"shape={tuple(p.shape)}",
+                f"dtype={p.dtype}",
+                f"requires_grad={p.requires_grad}",
+                f"granularity={item.granularity}",
+                f"param_dtype={item.policy.param_dtype}",
+                *_describe_mesh(item, data),
             )
+            lines.append(FIELDS.join(fields))
     return "\n".join(lines)
 
 
-def _describe_mesh(item: Managed, data: DataMesh) -> str:
-    text = ""
+def _describe_mesh(item: Managed, data: DataMesh) -> Iterator[str]:
     if item.parallel is not None:
-        text += f" {item.parallel.placements} on {item.parallel.mesh.mesh_dim_names}"
+        yield f"{item.parallel.placements} on {item.parallel.mesh.mesh_dim_names}"
     if item.data != data:
         own = item.data
-        text += f" over {own.replicas} x {own.shards} ranks of {own.mesh.mesh_dim_names}"
-    return text
+        yield f"over {own.replicas} x {own.shards} ranks of {own.mesh.mesh_dim_names}"

@@ -40,7 +40,7 @@ from vescale.fsdp.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_policy,
-    without_override,
+    describe_options,
 )
 from vescale.fsdp.shard_placement import PlacementFn, check_placement_fn
 from vescale.fsdp.unit import Unit
@@ -174,11 +174,13 @@ def fully_shard(
         reshard = False  # no other rank's memory to save it for
     own = own_params(modules, ignored)
     meshes = [data.groups, *(other.get_all_groups()[::-1] for other in parallel_meshes(own))]
-    options = f"{without_override(mp_policy)}, {offload_policy}, lanes={lanes!r}, {gather_as}"
-    described = describe(modules, data, options, reshard, found)
-    agree_everywhere(meshes, device, "wrap the module", described, error)
+    options: list[str] = []  # with an error they may be anything, and nobody compares them
+    if error is None:
+        options = describe_options(mp_policy, offload_policy, lanes=lanes, gather_as=gather_as)
+    description = describe(modules, data, options, reshard, found)
+    agree_everywhere(meshes, device, "wrap the module", description, error)
     others = dict.fromkeys(items[0].data for items in found if items[0].data != data)
-    agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", described)
+    agree_everywhere([mesh.groups for mesh in others], device, "wrap the module", description)
     groups = [_group_of(items, device, offload_policy, lanes, gather_as) for items in found]
     for group in groups:
         group.shard()

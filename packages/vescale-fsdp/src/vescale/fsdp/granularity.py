@@ -5,6 +5,7 @@ A granularity says where a rank boundary may fall in a tensor's row-major memory
 integer shapes only, so that a layout can be planned without torch. All sizes are in elements.
 """
 
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -146,6 +147,7 @@ def resolve_granularity(
         if len(shape) < 2 and not isinstance(chosen, Whole):
             chosen = Elements()
     elif callable(granularity) and not isinstance(granularity, type):
+        _check_signature(granularity, fqn, param)
         chosen = granularity(fqn, param)
         if not isinstance(chosen, Granularity):
             raise TypeError(
@@ -159,6 +161,22 @@ def resolve_granularity(
         )
     chosen.dims(shape, fqn=fqn)
     return chosen
+
+
+def _check_signature(function: Callable[..., Any], fqn: str, param: Any) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are not written in Python have none
+        return
+    try:
+        signature.bind(fqn, param)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(
+            f"{fqn}: the granularity function {name}{signature} cannot be called with (fqn, "
+            f"param): {error}; expected a function of a parameter's name and the parameter that "
+            "returns a granularity, such as lambda fqn, param: Rows(32)."
+        ) from error
 
 
 def parse_granularity(text: str) -> Granularity:

@@ -163,7 +163,11 @@ class Layout:
     def summary(self) -> str:
         """Return one line: groups, elements, bytes per rank and padding of the whole model."""
         if not self.groups:
-            return "No parameter group: nothing is sharded."
+            return (
+                "Nothing is sharded: no parameter here belongs to a module that fully_shard of "
+                "vescale.fsdp wrapped. Call fully_shard on the blocks of the model and on the "
+                "model, then look again."
+            )
         noun = "group" if len(self.groups) == 1 else "groups"
         return (
             f"{len(self.groups)} {noun}, {self.numel:,} elements, "

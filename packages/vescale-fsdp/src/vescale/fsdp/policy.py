@@ -26,6 +26,7 @@ __all__ = [
     "OffloadPolicy",
     "check_policy",
     "compute_dtype",
+    "describe_options",
     "policy_for",
     "without_override",
 ]
@@ -110,3 +111,15 @@ def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dty
     if policy.param_dtype is None or not dtype.is_floating_point:
         return dtype
     return policy.param_dtype
+
+
+def describe_options(
+    policy: MixedPrecisionPolicy, offload: OffloadPolicy, **options: object
+) -> list[str]:
+    """Return the options of a wrap, one text for each, for what is the same on every rank."""
+    plain = without_override(policy)
+    return [
+        *(f"mp_policy.{f.name}={getattr(plain, f.name)}" for f in dataclasses.fields(plain)),
+        f"offload_policy={offload}",
+        *(f"{name}={value!r}" for name, value in options.items()),
+    ]

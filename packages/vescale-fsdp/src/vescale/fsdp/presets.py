@@ -25,7 +25,7 @@ def granularity_for(
 
     ``"adamw"``, ``"muon"`` and ``"soap"`` take any cut, so they keep the default, which costs no
     padding. ``"adamw8bit"`` keeps tiles of 32 x 32 whole where its state is 8-bit: ``Rows(32)``
-    for matrices, ``Block(2, 32)`` for fused experts.
+    for matrices, ``Block(2, 32)`` for fused experts. Capitals do not matter.
 
     Args:
         heads: patterns of FQNs, such as ``"*.q_proj.weight"``, and the rows of one head. Heads are
@@ -39,8 +39,13 @@ def granularity_for(
     Raises ValueError for another ``kind``, rows that are no positive integers, and, when the
     function is called, for a parameter that a pattern does not fit.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}, expected one of {KINDS}.")
+    known = kind.lower() if isinstance(kind, str) else kind
+    if known not in KINDS:
+        raise ValueError(
+            f"kind={kind!r}, expected the name of an optimizer, one of {', '.join(KINDS)}; for "
+            "others that work element by element pass 'adamw'."
+        )
+    kind = known
     heads, experts = dict(heads or {}), _listed(experts)
     for pattern, rows in heads.items():
         if type(rows) is not int or rows < 1:
