@@ -6,7 +6,7 @@ import json
 import pytest
 
 from vescale.fsdp.__main__ import main
-from vescale.fsdp.inspect import readable
+from vescale.fsdp.inspect.layouts import readable
 from vescale.fsdp.simulate import Setup, simulate
 from vescale.fsdp.simulate.search import search, smallest_that_fit
 from vescale.fsdp.simulate.shapes import Unit, shipped_units

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from vescale.fsdp.inspect import GroupLayout, Layout, TensorLayout, readable, title
+from vescale.fsdp.inspect.layouts import GroupLayout, Layout, TensorLayout, readable, title
 from vescale.fsdp.lanes import AnyPlan
 
 # Hues that colour-blind readers tell apart (Okabe and Ito), light enough for dark letters on them;

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vescale.fsdp.inspect import readable
+from vescale.fsdp.inspect.layouts import readable
 from vescale.fsdp.simulate import Simulation
 
 

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from vescale.fsdp.inspect import readable
+from vescale.fsdp.inspect.layouts import readable
 from vescale.fsdp.picture import COLOURS, FAINT, INK, LEAST_SHARD, PADDING, PAPER
 from vescale.fsdp.simulate import Setup, Simulation, UnitCost, simulate
 from vescale.fsdp.simulate.shapes import Unit

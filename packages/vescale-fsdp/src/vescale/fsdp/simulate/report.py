@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vescale.fsdp.inspect import readable
+from vescale.fsdp.inspect.layouts import readable
 from vescale.fsdp.planner import SLICE_ALIGN_BYTES
 from vescale.fsdp.simulate import Simulation, UnitCost
 from vescale.fsdp.simulate.fit import cut_of, fits, verdict, verdict_of_all

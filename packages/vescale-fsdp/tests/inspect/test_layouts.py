@@ -15,6 +15,7 @@ from torch import nn
 
 from testing.ranks import DEVICE
 from vescale.fsdp import MixedPrecisionPolicy, Rows, fully_shard, inspect
+from vescale.fsdp.inspect.layouts import readable
 from vescale.fsdp.lanes import plan_lanes
 from vescale.fsdp.planner import Plan, Request, plan
 
@@ -120,7 +121,7 @@ def test_bytes_count_the_stored_and_the_gathered_dtype():
 
 
 def test_readable_bytes():
-    assert [inspect.readable(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40, 5 << 50)] == [
+    assert [readable(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40, 5 << 50)] == [
         *("0 B", "1023 B", "1.5 KiB", "5 MiB", "3 TiB", "5120 TiB")
     ]
 

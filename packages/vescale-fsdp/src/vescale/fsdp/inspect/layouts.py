@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and pictures of where every parameter of a wrapped model lies.
+"""Layouts: tables of where every parameter of a wrapped model lies.
 
 A layout is read from the plans of the model's parameter groups: no communication, no copy, the same
 answer on every rank. Offsets and sizes are in elements, except where a name says bytes.
@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from vescale.fsdp.lanes import AnyPlan
-
-__all__ = ["GroupLayout", "Layout", "TensorLayout", "layout", "layout_of_groups", "plot"]
 
 COLUMNS = ("parameter", "shape", "numel", "block", "offset", "ranks")
 TEXT_COLUMNS = 2  # these stand left, the numbers after them right
