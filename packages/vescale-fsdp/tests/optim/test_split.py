@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.fsdp.optim import split_params
+from vescale.fsdp.optim import Muon, split_params
 
 
 class Layer(nn.Module):
@@ -55,6 +55,17 @@ def test_a_predicate_overrides_the_rule_where_it_has_an_opinion():
     muon, rest = split_params(model, predicate=lambda fqn, param: chosen.get(fqn))
     assert names_of(model, muon) == [*HIDDEN, "lm_head.weight"]
     assert "proj.weight" in names_of(model, rest)
+
+
+def test_pairs_with_names_are_returned_on_demand():
+    model = Model(tied=True)
+    pairs = [
+        [(names_of(model, [param])[0], param) for param in part] for part in split_params(model)
+    ]
+    assert list(split_params(model, named=True)) == pairs
+    muon, rest = split_params(model, named=True)
+    Muon(muon, matrix_split=lambda fqn, shape: [2, 2] if "q" in fqn else [shape[0]])
+    assert torch.optim.AdamW(rest).param_groups[0]["param_names"] == [name for name, _ in rest]
 
 
 def test_verbose_says_what_went_where_and_why(capsys):

@@ -230,7 +230,7 @@ class Muon(Optimizer):
         if split is not None and names is None:
             raise ValueError(
                 "matrix_split goes by names, but a group has none; pass named parameters, such as "
-                "[(fqn, parameter), ...]."
+                "[(fqn, parameter), ...] or those of split_params(model, named=True)."
             )
         names = names or [None] * len(group["params"])
         pairs = zip(group["params"], names, strict=True)

@@ -2,22 +2,45 @@
 """Divide a model's parameters between Muon and an elementwise optimizer, by an explicit rule."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, overload
 
 from torch import nn
 
-NamedParams = Iterable[tuple[str, nn.Parameter]]
+Named = tuple[str, nn.Parameter]
+NamedParams = Iterable[Named]
 Predicate = Callable[[str, nn.Parameter], bool | None]
 
 _HEAD_NAMES = frozenset({"lm_head", "head", "output"})
 _EMBEDDING_NAMES = frozenset({"wte", "wpe"})
 
 
+@overload
+def split_params(
+    model: nn.Module | NamedParams,
+    *,
+    predicate: Predicate | None = ...,
+    named: Literal[False] = ...,
+    verbose: bool = ...,
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]: ...
+
+
+@overload
+def split_params(
+    model: nn.Module | NamedParams,
+    *,
+    predicate: Predicate | None = ...,
+    named: Literal[True],
+    verbose: bool = ...,
+) -> tuple[list[Named], list[Named]]: ...
+
+
 def split_params(
     model: nn.Module | NamedParams,
     *,
     predicate: Predicate | None = None,
+    named: bool = False,
     verbose: bool = False,
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+) -> tuple[list[Any], list[Any]]:
     """Return ``(muon_params, rest)``: every parameter once, in the model's order.
 
     Hidden matrices go to Muon. To ``rest``, which suits AdamW, go
@@ -38,6 +61,8 @@ def split_params(
             the parameter are given (``remove_duplicate=False``).
         predicate: ``predicate(fqn, param)``, asked with the first name of each parameter; True
             sends it to Muon, False to ``rest``, None leaves it to the rule.
+        named: return ``(fqn, parameter)`` pairs. Optimizers take them too, and keep the names:
+            ``Muon(matrix_split=...)`` and the stochastic rounding of ``AdamW8bit`` go by names.
         verbose: print one line for each parameter: where it went, its shape, name and reason.
 
     Raises TypeError for parameters without names.
@@ -62,7 +87,7 @@ def split_params(
         if choice is None:
             reason = _reason_for_rest(param, fqns, param in embeddings)
             choice = reason is None
-        (muon_params if choice else rest).append(param)
+        (muon_params if choice else rest).append((fqns[0], param) if named else param)
         if verbose:
             place = "muon" if choice else "rest"
             print(f"{place}  {tuple(param.shape)!s:>16}  {fqns[0]}  ({reason or 'hidden matrix'})")
