@@ -30,6 +30,32 @@ def check_outside_of_forward(rank, world_size):
     assert model[0].weight.full_tensor()[0].shape == (6,)
 
 
+def check_plain_operands(rank, world_size):
+    """What the message names for a parameter under fully_shard works."""
+    model = fully_shard(nn.Sequential(nn.Linear(6, 8)).to(DEVICE))
+    ones = torch.ones(8, 6, device=DEVICE)
+    for use in (lambda p: p + ones, lambda p: ones * p, lambda p: p == ones):
+        match = r"under fully_shard, full_tensor\(\) .* to_local\(\) .* unshard\(\) lasts"
+        with pytest.raises(NotImplementedError, match=match):
+            use(model[0].weight)
+    whole = model[0].weight.full_tensor() + ones
+    assert model[0].weight.to_local().ndim == 1
+    model.unshard()
+    assert torch.equal(model[0].weight + ones, whole)
+    model.reshard()
+
+
+def check_ddp(rank, world_size):
+    """DistributedDataParallel around the model, or around a model with wrapped blocks in it."""
+    blocks = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)).to(DEVICE)
+    fully_shard(blocks[0])
+    for model in (fully_shard(nn.Sequential(nn.Linear(6, 8)).to(DEVICE)), blocks):
+        with pytest.raises(
+            NotImplementedError, match=r"DistributedDataParallel around such .*out;"
+        ):
+            nn.parallel.DistributedDataParallel(model)
+
+
 def check_replaced(rank, world_size):
     """The remedies that the message names are the ones that work."""
     mesh = init_device_mesh(DEVICE, (world_size,))
@@ -58,6 +84,8 @@ def check_meta_root(rank, world_size):
 def check_all(rank, world_size):
     check_matrix_optimizers(rank, world_size)
     check_outside_of_forward(rank, world_size)
+    check_plain_operands(rank, world_size)
+    check_ddp(rank, world_size)
     check_replaced(rank, world_size)
     check_meta_root(rank, world_size)
 

@@ -24,8 +24,15 @@ from vescale.dtensor.spec import (
 # Words only: this package knows nothing of the other.
 USUAL_CAUSES = (
     " Usual causes: an optimizer that needs whole tensors, such as torch.optim.Muon (instead: "
-    "vescale.fsdp.optim.Muon) or Adafactor; or a parameter of a module under fully_shard used "
-    "outside of its forward (call the module, register_fsdp_forward_method, or unshard())."
+    "vescale.fsdp.optim.Muon) or Adafactor; a parameter of a module under fully_shard used outside "
+    "of its forward (call the module, register_fsdp_forward_method, or unshard()); or "
+    "DistributedDataParallel around such a module, which averages its gradients itself (leave it "
+    "out; a 2-D mesh for fully_shard makes replicas)."
+)
+OF_FULLY_SHARD = (
+    " Of a parameter under fully_shard, full_tensor() is the whole, a collective and a copy; "
+    "to_local() is this rank's part, flat; and while its module's unshard() lasts the parameter is "
+    "an ordinary tensor."
 )
 
 
@@ -45,7 +52,7 @@ def mixed(func, plain: torch.Tensor, ref: TorchDTensor) -> NoReturn:
         f"{ref._spec.placements}; distribute_tensor or DTensor.from_local makes a DTensor of it, "
         "vescale.dtensor.state.load_full_state_dict loads whole states of models and optimizers, "
         "and torch.distributed.tensor.experimental.implicit_replication() lets operators read a "
-        "plain tensor that is the same on every rank."
+        f"plain tensor that is the same on every rank.{OF_FULLY_SHARD}"
     )
 
 
