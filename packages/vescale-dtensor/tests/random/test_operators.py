@@ -93,6 +93,12 @@ def check_details(rank, world_size):
                 check_equal(
                     CALLS[name], make, shape, mesh, placements, torch_distribute_tensor, name
                 )
+    # A scale that bfloat16 rounds.
+    make = lambda: torch.linspace(-2, 2, 54, device=DEVICE, dtype=torch.bfloat16).view(9, 6)  # noqa: E731
+    for placements in ([Shard(0)], [Shard(1)]):
+        check_equal(
+            CALLS["native_dropout"], make, (9, 6), mesh, placements, torch_distribute_tensor, "bf16"
+        )
     # A generator of the user's, which the default one does not follow.
     mine, twin = (torch.Generator(DEVICE).manual_seed(5) for _ in range(2))
     x = torch_distribute_tensor(torch.ones(7, 5, device=DEVICE), mesh, [Shard(1)])

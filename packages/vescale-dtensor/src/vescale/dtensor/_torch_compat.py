@@ -33,6 +33,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clip_types
 
+# Checked on 2.13: the documented base class of dispatch modes has no public home.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 # Checked on 2.13: (type, function, tree) maps the leaves of that type; torch's documentation of
 # wrapper subclasses uses it.
 from torch.utils._pytree import tree_map_only
@@ -42,6 +45,7 @@ __all__ = [
     "DTensorSpec",
     "TensorMeta",
     "TorchDTensor",
+    "TorchDispatchMode",
     "_StridedShard",
     "all_gather_single",
     "compile_cuda_kernel",

@@ -17,8 +17,18 @@ from vescale.dtensor.random.agreement import check_agreement
 from vescale.dtensor.random.mode import get_mode, set_mode, turn_on, use_mode
 from vescale.dtensor.random.operators import HANDLERS
 from vescale.dtensor.random.parts import segments_of
+from vescale.dtensor.random.samples import scope
 
-__all__ = ["advance", "get_mode", "manual_seed", "segments", "set_mode", "turn_on", "use_mode"]
+__all__ = [
+    "advance",
+    "get_mode",
+    "manual_seed",
+    "scope",
+    "segments",
+    "set_mode",
+    "turn_on",
+    "use_mode",
+]
 
 _FILLS = {func._schema.name.removeprefix("aten::"): func for func in HANDLERS}
 _FILLS |= {

@@ -8,19 +8,28 @@ import torch
 
 from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.layout import contiguous_stride
-from vescale.dtensor.random import cpu, cuda
+from vescale.dtensor.random import batch, cpu, cuda
 from vescale.dtensor.random.parts import Strip, memory_order, strips_of
 
 
 def fill(
-    func: Any, x: TorchDTensor, args: Sequence[object], generator: torch.Generator | None = None
+    func: Any, x: torch.Tensor, args: Sequence[object], generator: torch.Generator | None = None
 ) -> None:
-    """Call the in-place random operator ``func`` on ``x`` as if it were one plain tensor.
+    """Call the in-place random operator ``func`` on a DTensor ``x`` as if it were a plain tensor.
+
+    While a batch is active, ``x`` is this rank's samples of it, and may be a plain tensor.
 
     Writes this rank's part only, without communication; the generator ends where the call on the
     whole tensor leaves it, on ranks outside of the mesh too. Raises NotImplementedError for Partial
     values, and for a DTensor among ``args``.
     """
+    samples = batch.active()
+    if samples is not None and x.ndim > samples.dim:
+        _fill_samples(func, x, args, generator, samples)
+        return
+    if not isinstance(x, TorchDTensor):  # of a scope, but none of its samples
+        func(x, *args, generator=generator)
+        return
     spec, local = x._spec, x._local_tensor
     if any(isinstance(a, TorchDTensor) for a in args):
         raise NotImplementedError(
@@ -37,13 +46,31 @@ def fill(
     shape, stride = tuple(spec.tensor_meta.shape), tuple(spec.tensor_meta.stride)
     order = memory_order(shape, stride)
     strips = strips_of(shape, spec.placements, spec.mesh.shape, coordinate, order)
-    ordered = local if order is None or not strips else local.permute(order)
-    flat = ordered
-    if not ordered.is_contiguous():
-        flat = torch.empty(ordered.shape, dtype=local.dtype, device=local.device)
-    _fill_flat(func, args, shape, stride, order, strips, flat.view(-1), generator)
-    if flat is not ordered:
-        ordered.copy_(flat)
+    _fill_local(func, args, shape, stride, order, strips, local, generator)
+
+
+def _fill_samples(
+    func: Any,
+    x: torch.Tensor,
+    args: Sequence[object],
+    generator: torch.Generator | None,
+    samples: batch.Batch,
+) -> None:
+    if any(isinstance(a, torch.Tensor) and a.ndim for a in args):
+        raise NotImplementedError(
+            f"{func} inside random.scope() with a tensor as its parameter; leave the scope for it."
+        )
+    local, placements, mesh_shape, coordinate = x, (), (), ()
+    if isinstance(x, TorchDTensor):
+        local, placements, mesh = x._local_tensor, x._spec.placements, x._spec.mesh
+        mesh_shape, coordinate = mesh.shape, mesh.get_coordinate()
+    if local.is_meta:
+        return
+    whole, stride, order = samples.whole(x.shape, x.stride())
+    strips = samples.strips(whole, x.shape, order, placements, mesh_shape, coordinate)
+    if local is x and not x.permute(order).is_contiguous():  # nor is that of one device
+        stride = tuple(2 * step for step in stride)
+    _fill_local(func, args, whole, stride, order, strips, local, generator)
 
 
 def advance(
@@ -58,6 +85,26 @@ def advance(
     shape = tuple(shape)
     nothing = torch.empty(0, dtype=dtype, device=device)
     _fill_flat(func, args, shape, contiguous_stride(shape), None, [], nothing, generator)
+
+
+def _fill_local(
+    func: Any,
+    args: Sequence[object],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    order: list[int] | None,
+    strips: Sequence[Strip],
+    local: torch.Tensor,
+    generator: torch.Generator | None,
+) -> None:
+    """Write ``strips`` of a tensor of ``shape`` and ``stride`` into ``local``, which has them."""
+    ordered = local if order is None or not strips else local.permute(order)
+    flat = ordered
+    if not ordered.is_contiguous():
+        flat = torch.empty(ordered.shape, dtype=local.dtype, device=local.device)
+    _fill_flat(func, args, shape, stride, order, strips, flat.view(-1), generator)
+    if flat is not ordered:
+        ordered.copy_(flat)
 
 
 def _fill_flat(

@@ -2,7 +2,8 @@
 """Random operators on DTensors, each by one or more in-place fills.
 
 A handler is called as ``handler(func, args, kwargs)``, below autograd, with a DTensor of any class
-as the first argument; it returns what the operator returns.
+as the first argument; it returns what the operator returns. While a batch is active, it may be a
+plain tensor, and handlers of factories are called too.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from vescale.dtensor._torch_compat import TorchDTensor
+from vescale.dtensor.random.batch import active
 from vescale.dtensor.random.fill import fill
 
 aten = torch.ops.aten
@@ -57,7 +59,7 @@ def _bernoulli(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
 
 def _bernoulli_(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
     x, p = args[0], args[1] if len(args) > 1 else kwargs["p"]
-    if isinstance(p, TorchDTensor):
+    if isinstance(p, TorchDTensor) or (active() is not None and isinstance(p, torch.Tensor)):
         return _coins(func, x, p, kwargs.get("generator"))
     fill(func, x, (p,), kwargs.get("generator"))
     return x
@@ -65,27 +67,27 @@ def _bernoulli_(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
 
 def _coins(func: Any, x: TorchDTensor, p: TorchDTensor, generator: Any) -> TorchDTensor:
     """Fill ``x`` with 1 where a uniform number is below ``p``, as torch does on the CPU."""
-    same = (p._spec.placements, p._spec.mesh, p.shape, p._spec.tensor_meta.stride)
-    if same != (x._spec.placements, x._spec.mesh, x.shape, x._spec.tensor_meta.stride):
+    placed = _placed(x)
+    if _placed(p) != placed or (p.shape, p.stride()) != (x.shape, x.stride()):
         raise NotImplementedError(
-            f"{func} on {x._spec.placements} with probabilities of {p._spec.placements}: both must "
+            f"{func} on {placed} with probabilities of {_placed(p)}: both must "
             "have one shape, one order in memory and one placement; redistribute the probabilities."
         )
-    if x._local_tensor.is_meta:
+    local = _local(x)
+    if local.is_meta:
         return x
-    if x._local_tensor.device.type != "cpu" and not _replicated(x):
+    if local.device.type != "cpu" and not _replicated(x):
         raise NotImplementedError(
-            f"{func} with a tensor of probabilities on {x._spec.placements} of "
-            f"{x._local_tensor.device.type!r}: only the CPU's draws can be split; redistribute to "
-            "Replicate first."
+            f"{func} with a tensor of probabilities on {placed} of {local.device.type!r}: only the "
+            "CPU's draws can be split; redistribute to Replicate first."
         )
     if _replicated(x):
-        aten.bernoulli_.Tensor(x._local_tensor, p._local_tensor, generator=generator)
+        aten.bernoulli_.Tensor(local, p._local_tensor, generator=generator)
         return x
     wide = torch.float64 if p.dtype is torch.float64 else torch.float32
     uniform = torch.empty_like(x, dtype=wide)
     fill(aten.uniform_.default, uniform, (0.0, 1.0), generator)
-    x._local_tensor.copy_(uniform._local_tensor < p._local_tensor.to(wide))
+    local.copy_(_local(uniform) < _local(p).to(wide))
     return x
 
 
@@ -95,13 +97,14 @@ def _native_dropout(func: Any, args: tuple, kwargs: dict) -> tuple[TorchDTensor,
     x, p, train = named["input"], named["p"], named["train"]
     mask = torch.empty_like(x, dtype=torch.bool)
     if train is False:
-        mask._local_tensor.fill_(True)
+        _local(mask).fill_(True)
         return x.clone(), mask
-    if mask._local_tensor.device.type in ("cpu", "meta"):
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    if _local(mask).device.type in ("cpu", "meta"):
         fill(aten.bernoulli_.float, mask, (1 - p,))
+        scale = torch.tensor(scale, dtype=x.dtype).item()  # the CPU's operator rounds it first
     else:
         fill(_dropout_mask, mask, (p, x.dtype))
-    scale = 0.0 if p == 1 else 1 / (1 - p)
     return x * mask * scale, mask
 
 
@@ -113,7 +116,34 @@ def _dropout_mask(
     mask.copy_(aten.native_dropout.default(ones, p, True)[1])
 
 
-def _replicated(x: TorchDTensor) -> bool:
+def _factory(fill_func: Any):
+    """``rand(size)`` and its like, of a batch: an empty tensor, and a fill."""
+
+    def handler(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+        names = [argument.name for argument in func._schema.arguments]
+        named = dict(zip(names, args, strict=False), **kwargs)
+        bounds = (named.get("low", 0), named["high"]) if "high" in named else ()
+        options = {name: named[name] for name in OPTIONS if named.get(name) is not None}
+        if bounds:
+            options.setdefault("dtype", torch.int64)
+        out = torch.empty(named["size"], **options)
+        fill(fill_func, out, bounds, named.get("generator"))
+        return out
+
+    return handler
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    return x._local_tensor if isinstance(x, TorchDTensor) else x
+
+
+def _placed(x: torch.Tensor) -> tuple:
+    return (x._spec.placements, x._spec.mesh) if isinstance(x, TorchDTensor) else ()
+
+
+def _replicated(x: torch.Tensor) -> bool:
+    if active() is not None or not isinstance(x, TorchDTensor):
+        return False
     return all(placement.is_replicate() for placement in x._spec.placements)
 
 
@@ -156,4 +186,19 @@ HANDLERS = {
     aten.bernoulli.p: _bernoulli_p,
     aten.bernoulli_.Tensor: _bernoulli_,
     aten.native_dropout.default: _native_dropout,
+}
+
+# Of plain tensors, which only a batch makes parts of anything.
+FACTORIES = {
+    **dict.fromkeys((aten.rand.default, aten.rand.generator), _factory(aten.uniform_.default)),
+    **dict.fromkeys((aten.randn.default, aten.randn.generator), _factory(aten.normal_.default)),
+    **dict.fromkeys(
+        (
+            aten.randint.default,
+            aten.randint.generator,
+            aten.randint.low,
+            aten.randint.low_generator,
+        ),
+        _factory(getattr(aten.random_, "from")),
+    ),
 }

@@ -95,6 +95,37 @@ def strips_of(
     ]
 
 
+def strips_inside(
+    whole: Sequence[int],
+    place: tuple[int, int],
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int] | None,
+    order: Sequence[int],
+) -> list[Strip]:
+    """Return what a rank holds of a tensor of ``shape`` that is itself a part of ``whole``.
+
+    ``place`` is (dim, start): where the part begins in ``whole``, which is longer there only. The
+    rest as in ``strips_of``; ragged placements are refused too.
+    """
+    if coordinate is None or math.prod(shape) == 0:
+        return []
+    if ragged_axis(placements) is not None:
+        raise NotImplementedError(
+            f"a random operator on a tensor of {tuple(placements)} inside random.scope(): ragged "
+            "tensors are parameters, no part of a batch; leave the scope to fill them."
+        )
+    indices = _indices(shape, placements, mesh_shape, coordinate)
+    dim, start = place
+    index = indices[dim]
+    if isinstance(index, range):
+        indices[dim] = range(start + index.start, start + index.start + len(index))
+    else:
+        indices[dim] = start + index
+    return _strips([indices[dim] for dim in order], [whole[dim] for dim in order], 0)
+
+
 def segments_of(spec: DTensorSpec, coordinate: Sequence[int] | None) -> list[Segment]:
     """Return the runs of the row-major tensor of ``spec`` that a rank holds, in storage order."""
     shape = tuple(spec.tensor_meta.shape)
