@@ -3,11 +3,13 @@
 
     python -m benchmarks.dispatch [--repeats 15] [--json result.json]
 
-Five kinds of small tensors go through the same operators on a fake process group of 4 ranks, which
-sends nothing: plain tensors; torch's DTensor as Shard(0); ours as RaggedShard; ours as Shard(0);
-and what ``as_torch()`` makes of the latter. CPU time of one thread. Repeats of all kinds take
-turns, and a cell is their median, so load on the machine moves all cells of a row alike. Exits
-with 1 if a ratio misses its target by more than noise may explain (--tolerance).
+Six kinds of small tensors go through the same operators on a fake process group of 4 ranks, which
+sends nothing: plain tensors; torch's DTensor as Shard(0), or as the row says; ours as RaggedShard,
+where the operator has one; ours as torch's; what ``as_torch()`` makes of the latter; and what
+``parallelize`` makes of a parameter, with random numbers of one device switched on. CPU time of one
+thread. Repeats of all kinds take turns, and a cell is their median, so load on the machine moves
+all cells of a row alike. Exits with 1 if a ratio misses its target by more than noise may explain
+(--tolerance).
 """
 
 import argparse
@@ -16,30 +18,50 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor import distribute_tensor as torch_distribute
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale.dtensor import DeviceMesh, RaggedShard, Shard, distribute_tensor, init_device_mesh
+from vescale.dtensor import (
+    DeviceMesh,
+    Plan,
+    RaggedShard,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    parallelize,
+    random,
+)
 
 RANKS, RANK = 4, 1
 ROWS, COLUMNS = 16, 8
 UNITS = (1, 3, 2, 2)  # rank 1 holds 6 rows of 16
 PARAMS = 100
-KINDS = ("plain", "stock", "ragged", "ours", "as_torch")
-CALLS = {"add": 500, "mul scalar": 500}  # in a row, in one turn
+KINDS = ("plain", "stock", "ragged", "ours", "as_torch", "plan")
 
 # (kind, most times what stock costs), from the table of targets.
 TARGETS = {
-    "add": (("ragged", 1.0), ("ours", 2.0), ("as_torch", 1.0)),
+    "add": (("ragged", 1.0), ("ours", 2.0), ("as_torch", 1.0), ("plan", 1.05)),
     "mul scalar": (("ragged", 0.5),),
     "AdamW foreach": (("ragged", 1.0),),
     "AdamW fused": (("ragged", 0.4),),
     "clip_grad_norm_ foreach": (("ragged", 1.0),),
+    # The last two must keep torch's fast path.
+    "mm, sharded": (("as_torch", 1.05), ("plan", 1.05)),
+    "mm, replicated": (("as_torch", 1.05), ("plan", 1.05)),
+    "softmax, sharded": (("as_torch", 1.05), ("plan", 1.05)),
+    "softmax, replicated": (("as_torch", 1.05), ("plan", 1.05)),
+    "layer_norm, sharded": (("as_torch", 1.05), ("plan", 1.05)),
+    "layer_norm, replicated": (("as_torch", 1.05), ("plan", 1.05)),
 }
 
 
@@ -59,13 +81,21 @@ class Row:
         return [kind for kind, limit in limits if self.ratio(kind) > limit * (1 + tolerance)]
 
 
-def make(kind: str, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def make(
+    kind: str, whole: torch.Tensor, mesh: DeviceMesh, placement: Placement | None = None
+) -> torch.Tensor:
     """Return ``whole``, or this rank's part of it, as a tensor of ``kind``."""
+    placement = Shard(0) if placement is None else placement
     if kind == "plain":
-        return whole[:6].clone()
+        return whole.clone() if placement.is_replicate() else whole[:6].clone()
     if kind == "stock":
-        return torch_distribute(whole, mesh, [Shard(0)], src_data_rank=None)
-    placement = RaggedShard((0,), UNITS) if kind == "ragged" else Shard(0)
+        return torch_distribute(whole, mesh, [placement], src_data_rank=None)
+    if kind == "plan":
+        holder = torch.nn.ParameterList([whole])
+        parallelize(holder, mesh, Plan().param("0", placement), src_data_rank=None)
+        return holder[0]
+    if kind == "ragged":
+        placement = RaggedShard((0,), UNITS)
     ours = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
     return ours.as_torch() if kind == "as_torch" else ours
 
@@ -73,6 +103,18 @@ def make(kind: str, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def add(kind: str, mesh: DeviceMesh) -> Callable[[], object]:
     x, y = (make(kind, torch.rand(ROWS, COLUMNS), mesh) for _ in range(2))
     return lambda: x + y
+
+
+def plain_operator(
+    call: Callable[..., object], placement: Placement, kind: str, mesh: DeviceMesh
+) -> Callable[[], object] | None:
+    """Return ``call(x [ROWS, COLUMNS], w [COLUMNS, COLUMNS], b [COLUMNS])``; w, b replicated."""
+    if kind == "ragged":
+        return None
+    x = make(kind, torch.rand(ROWS, COLUMNS), mesh, placement)
+    w = make(kind, torch.rand(COLUMNS, COLUMNS), mesh, Replicate())
+    b = make(kind, torch.rand(COLUMNS), mesh, Replicate())
+    return lambda: call(x, w, b)
 
 
 def mul_scalar(kind: str, mesh: DeviceMesh) -> Callable[[], object]:
@@ -98,22 +140,35 @@ def parameters(kind: str, mesh: DeviceMesh) -> list[torch.nn.Parameter]:
     return params
 
 
-OPERATIONS: dict[str, Callable[[str, DeviceMesh], Callable[[], object]]] = {
+CALLED = {
+    "mm": lambda x, w, b: torch.mm(x, w),
+    "softmax": lambda x, w, b: torch.softmax(x, 1),
+    "layer_norm": lambda x, w, b: F.layer_norm(x, (COLUMNS,), b, b),
+}
+OPERATIONS: dict[str, Callable[[str, DeviceMesh], Callable[[], object] | None]] = {
     "add": add,
     "mul scalar": mul_scalar,
     "AdamW foreach": lambda kind, mesh: adamw(kind, mesh, foreach=True),
     "AdamW fused": lambda kind, mesh: adamw(kind, mesh, fused=True),
     "clip_grad_norm_ foreach": clip,
+    **{
+        f"{name}, {word}": partial(plain_operator, call, placement)
+        for name, call in CALLED.items()
+        for word, placement in (("sharded", Shard(0)), ("replicated", Replicate()))
+    },
 }
 
 
 def measure(name: str, mesh: DeviceMesh, repeats: int) -> Row:
-    """Time one operation on every kind, taking turns."""
-    with torch.set_grad_enabled("AdamW" in name or "clip" in name):
-        OPERATIONS[name]("stock", mesh)()  # so that no kind meets its own specs in torch's caches
+    """Time one operation on every kind that has it, taking turns."""
+    optimizer = "AdamW" in name or "clip" in name
+    with torch.set_grad_enabled(optimizer), random.use_mode("off"):
+        # Some other tensors first, so that no kind meets its own specs in torch's caches.
+        OPERATIONS[name]("stock", mesh)()
         calls = {kind: OPERATIONS[name](kind, mesh) for kind in KINDS}
-        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        number = CALLS.get(name, 5)
+        calls = {kind: call for kind, call in calls.items() if call is not None}
+        times: dict[str, list[float]] = {kind: [] for kind in calls}
+        number = 5 if optimizer else 500
         for call in (*calls.values(), *calls.values()):  # fill every cache
             call()
         gc.collect()
@@ -121,10 +176,11 @@ def measure(name: str, mesh: DeviceMesh, repeats: int) -> Row:
         try:
             for _ in range(repeats):
                 for kind, call in calls.items():
-                    start = time.process_time()
-                    for _ in range(number):
-                        call()
-                    times[kind].append(1e6 * (time.process_time() - start) / number)
+                    with random.use_mode("device") if kind == "plan" else nullcontext():
+                        start = time.process_time()
+                        for _ in range(number):
+                            call()
+                        times[kind].append(1e6 * (time.process_time() - start) / number)
         finally:
             gc.enable()
     return Row(name, {kind: statistics.median(values) for kind, values in times.items()})
@@ -139,7 +195,9 @@ def table(rows: list[Row], tolerance: float = 0.0) -> str:
             f"{kind} {row.ratio(kind):.2f} (<= {limit:g}{', MISSED' if kind in missed else ''})"
             for kind, limit in TARGETS[row.name]
         )
-        cells = "".join(f"{row.micros[kind]:>10.1f}" for kind in KINDS)
+        cells = "".join(
+            f"{row.micros[kind]:>10.1f}" if kind in row.micros else f"{'-':>10}" for kind in KINDS
+        )
         lines.append(f"{row.name:<24}{cells}   {ratios}")
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from benchmarks.dispatch import KINDS, OPERATIONS, TARGETS, Row, measure, table
 
-from vescale.dtensor import init_device_mesh
+from vescale.dtensor import init_device_mesh, random
 
 
 def test_the_benchmark_measures_every_kind(fake_group):
@@ -11,7 +11,10 @@ def test_the_benchmark_measures_every_kind(fake_group):
     mesh = init_device_mesh("cpu", (4,))
     rows = [measure(name, mesh, repeats=1) for name in ("add", "AdamW fused")]
     assert all(set(row.micros) == set(KINDS) and min(row.micros.values()) > 0 for row in rows)
-    assert len(table(rows).splitlines()) == 3
+    (norm,) = (measure(name, mesh, repeats=1) for name in ("layer_norm, replicated",))
+    assert set(norm.micros) == set(KINDS) - {"ragged"}
+    assert len(table([*rows, norm]).splitlines()) == 4
+    assert random.get_mode() == "off"
     assert torch.is_grad_enabled()
 
 
