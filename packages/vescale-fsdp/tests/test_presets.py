@@ -57,3 +57,17 @@ def test_heads_and_experts_stay_whole_and_tiles_with_them():
 def test_what_does_not_fit_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         of(granularity_for(**options), "w", 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 3}, r"heads=3 is a int, expected patterns of names with the rows"),
+        ({"heads": ["*.q"]}, r"heads=\['\*.q'\] is a list"),
+        ({"experts": 3}, r"experts=3, expected a pattern of names or a list of them"),
+        ({"experts": [3]}, r"experts=\[3\], expected a pattern"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(options, message):
+    with pytest.raises(TypeError, match=message):
+        granularity_for("muon", **options)

@@ -79,12 +79,31 @@ def test_betas_are_two_numbers(kind, betas, error, message):
         (Muon, {"max_inflight_bytes": None}, TypeError, "max_inflight_bytes=None is a NoneType"),
         (Muon, {"momentum": "x"}, TypeError, "momentum='x' is a str"),
         (Muon, {"ns_steps": 2.5}, TypeError, "ns_steps=2.5 is a float, expected an integer"),
+        (Muon, {"nesterov": 3}, TypeError, "nesterov=3 is a int; pass True or False"),
+        (Muon, {"eps": "x"}, TypeError, "eps='x' is a str, expected a number"),
+        (Muon, {"ns_fn": 3}, TypeError, r"ns_fn=3 is a int, expected a function \(matrix, ns_c"),
+        (Muon, {"matrix_split": 3}, TypeError, r"matrix_split=3 .* a function \(fqn, shape\), or"),
+        (SOAP, {"kl": 1}, TypeError, "kl=1 is a int; pass True or False"),
+        (AdamW8bit, {"seed": "x"}, TypeError, "seed='x' is a str, expected an integer"),
+        (AdamW8bit, {"stochastic_round": 1}, TypeError, "stochastic_round=1 is a int; pass True"),
         (Muon, {"ns_coefficients": 3}, ValueError, r"ns_coefficients=3, expected three numbers"),
     ],
 )
 def test_options_of_their_own_are_checked(kind, options, error, message):
     with pytest.raises(error, match=message):
         kind(params(), **options)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_groups_are_dicts_with_parameters(kind):
+    optimizer = kind(params())
+    for wrong in (3, [], {"lr": 0.1}):
+        with pytest.raises(TypeError, match=r"add_param_group got .*a dict with the key 'params'"):
+            optimizer.add_param_group(wrong)
+    with pytest.raises(TypeError, match="got a module"):
+        optimizer.add_param_group({"params": nn.Linear(4, 4)})
+    with pytest.raises(TypeError, match="got a module"):
+        kind([{"params": nn.Linear(4, 4)}])
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -98,3 +117,16 @@ def test_numbers_may_be_tensors_of_one_element(kind):
 def test_what_cannot_be_split_is_refused(given):
     with pytest.raises(TypeError, match=r"split_params got a .*, expected a module or .*pass the"):
         split_params(given)
+
+
+@pytest.mark.parametrize("pair", [("a", 3), (3, nn.Parameter(torch.ones(2))), ("a",), (1, 2, 3)])
+def test_pairs_are_of_name_and_parameter(pair):
+    with pytest.raises(
+        TypeError, match=r"split_params got a tuple of \(\w.*\), expected a module or"
+    ):
+        split_params([pair])
+
+
+def test_a_predicate_is_a_function():
+    with pytest.raises(TypeError, match=r"predicate=3 is a int, expected a function \(fqn, param"):
+        split_params(nn.Linear(4, 4), predicate=3)

@@ -36,8 +36,9 @@ def granularity_for(
     Where both an optimizer and a pattern ask for something, the least common multiple serves both.
     Patterns are shell-style, case-sensitive; the first that matches counts.
 
-    Raises ValueError for another ``kind``, rows that are no positive integers, and, when the
-    function is called, for a parameter that a pattern does not fit.
+    Raises TypeError for patterns that are none, ValueError for another ``kind``, rows that are no
+    positive integers, and, when the function is called, for a parameter that a pattern does not
+    fit.
     """
     known = kind.lower() if isinstance(kind, str) else kind
     if known not in KINDS:
@@ -46,6 +47,11 @@ def granularity_for(
             "others that work element by element pass 'adamw'."
         )
     kind = known
+    if heads is not None and not isinstance(heads, Mapping):
+        raise TypeError(
+            f"heads={heads!r} is a {type(heads).__name__}, expected patterns of names with the "
+            "rows of one head; pass for example {'*.q_proj.weight': 128}."
+        )
     heads, experts = dict(heads or {}), _listed(experts)
     for pattern, rows in heads.items():
         if type(rows) is not int or rows < 1:
@@ -101,4 +107,10 @@ def _check_experts(fqn: str, shape: tuple[int, ...]) -> None:
 def _listed(patterns: Patterns | None) -> tuple[str, ...]:
     if patterns is None:
         return ()
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    listed = (patterns,) if isinstance(patterns, str) else patterns
+    if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
+        raise TypeError(
+            f"experts={patterns!r}, expected a pattern of names or a list of them; pass for "
+            "example '*.experts.*'."
+        )
+    return tuple(listed)

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.optim.adam import adamw_
 from vescale.fsdp.optim.adamw8bit_parts import Part, batched, parts_of
 from vescale.fsdp.optim.adamw8bit_state import (
@@ -21,9 +22,12 @@ from vescale.fsdp.optim.adamw8bit_state import (
     tiling_of,
 )
 from vescale.fsdp.optim.checks import (
+    NAMED,
     check_betas,
     check_given,
     check_grad,
+    check_group,
+    check_integer,
     check_number,
     check_once,
     label_of,
@@ -94,12 +98,13 @@ class AdamW8bit(Optimizer):
             "seed": seed,
             "maximize": maximize,
         }
-        check_given(params, "AdamW8bit", "model.named_parameters()")
+        check_given(params, "AdamW8bit", NAMED)
         _check_options(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and make its state. A group that is refused changes nothing."""
+        check_group(param_group, "AdamW8bit", NAMED)
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
@@ -213,3 +218,6 @@ def _check_options(group: Mapping[str, Any]) -> None:
     if group["state_bits"] not in (8, 32):
         raise ValueError(f"state_bits={group['state_bits']}, expected 8, or 32 for float32 state.")
     check_block(group["block"])
+    check_integer("seed", group["seed"])
+    for name in ("stochastic_round", "maximize"):
+        check_bool(name, group[name])

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.optim.cuts import read_cut
 from vescale.fsdp.optim.newton_schulz import step_triples
 
 MATRICES = "the first of the two lists that split_params(model) returns"
+NAMED = "model.named_parameters()"
 LR_RULES = (None, "original", "match_rms_adamw")
 
 
@@ -40,17 +42,18 @@ def check_given(params: Any, optimizer: str, advice: str) -> None:
         )
 
 
-def check_number(name: str, value: Any, least: int | None = None) -> None:
-    """Raise TypeError unless ``value`` is a number or a tensor of one, ValueError if negative.
+def check_group(group: Any, optimizer: str, advice: str) -> None:
+    """Raise TypeError unless ``group`` may be added to ``optimizer``; see ``check_given``."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(
+            f"{optimizer}.add_param_group got {group!r}, expected a dict with the key 'params'; "
+            f"pass for example {{'params': ..., 'lr': 0.01}} with {advice}."
+        )
+    check_given(group["params"], optimizer, advice)
 
-    With ``least`` it must be an integer of at least so much.
-    """
-    if least is not None:
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected an integer.")
-        if value < least:
-            raise ValueError(f"{name}={value}, expected at least {least}.")
-        return
+
+def check_number(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a number or a tensor of one, ValueError if negative."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"{name} is a tensor of {value.numel()} elements, expected 1.")
@@ -60,6 +63,23 @@ def check_number(name: str, value: Any, least: int | None = None) -> None:
         )
     if not value >= 0:
         raise ValueError(f"{name}={value}, expected a number >= 0.")
+
+
+def check_integer(name: str, value: Any, least: int | None = None) -> None:
+    """Raise TypeError unless ``value`` is an integer, ValueError if it is less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected an integer.")
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}, expected at least {least}.")
+
+
+def check_function(name: str, value: Any, signature: str) -> None:
+    """Raise TypeError unless ``value`` can be called, or is None; ``signature`` says how."""
+    if value is not None and not callable(value):
+        raise TypeError(
+            f"{name}={value!r} is a {type(value).__name__}, expected a function {signature}, or "
+            "None."
+        )
 
 
 def check_betas(betas: Any) -> None:
@@ -77,8 +97,9 @@ def check_betas(betas: Any) -> None:
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    for name in ("lr", "momentum", "weight_decay"):
+    for name in ("lr", "momentum", "weight_decay", "eps"):
         check_number(name, group[name])
+    check_bool("nesterov", group["nesterov"])
     if group["adjust_lr_fn"] not in LR_RULES:
         raise ValueError(f"adjust_lr_fn={group['adjust_lr_fn']!r}, expected one of {LR_RULES}.")
     check_ns_options(group)

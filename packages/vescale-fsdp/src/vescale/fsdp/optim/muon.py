@@ -12,13 +12,16 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.optim.blocks import MatrixSplit, RowBlock, row_blocks
 from vescale.fsdp.optim.checks import (
     MATRICES,
+    check_function,
     check_given,
     check_grad,
+    check_group,
+    check_integer,
     check_ns_options,
-    check_number,
     check_options,
     check_params,
     check_same_layout,
@@ -109,7 +112,10 @@ class Muon(Optimizer):
             )
         if batched_ns and ns_fn is not None:
             raise ValueError("batched_ns=True has no use for ns_fn, which takes one matrix.")
-        check_number("max_inflight_bytes", max_inflight_bytes, least=1)
+        check_integer("max_inflight_bytes", max_inflight_bytes, 1)
+        check_bool("batched_ns", batched_ns)
+        check_function("ns_fn", ns_fn, "(matrix, ns_coefficients, ns_steps, eps)")
+        check_function("matrix_split", matrix_split, "(fqn, shape)")
         self._wire_dtype, self._ns_fn, self._matrix_split = wire_dtype, ns_fn, matrix_split
         self._max_inflight_bytes, self._batched_ns = max_inflight_bytes, batched_ns
         self._gathers: list[ParamGather] | None = None
@@ -135,6 +141,7 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and plan anew; collective once the optimizer is constructed."""
+        check_group(param_group, "Muon", MATRICES)
         for option in OWN_OPTIONS:
             if option in param_group:
                 raise ValueError(

@@ -10,12 +10,15 @@ from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
 
 from vescale.dtensor import DTensor, RaggedShard
+from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.optim.blocks import RowBlock
 from vescale.fsdp.optim.checks import (
     MATRICES,
     check_betas,
     check_given,
     check_grad,
+    check_group,
+    check_integer,
     check_number,
     check_params,
     check_placed,
@@ -92,7 +95,7 @@ class SOAP(Optimizer):
         if wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f"wire_dtype={wire_dtype}, expected one of {_WIRE_DTYPES}.")
         for name, value in (("block_size", block_size), ("max_inflight_bytes", max_inflight_bytes)):
-            check_number(name, value, least=1)
+            check_integer(name, value, 1)
         self._transfer = Transfer(wire_dtype, max_inflight_bytes, share_replicas=False)
         self._block_size = block_size
         self._gathers: list[BlockGather] | None = None
@@ -121,6 +124,7 @@ class SOAP(Optimizer):
 
         The roots of the parameters before stay what they were.
         """
+        check_group(param_group, "SOAP", MATRICES)
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
@@ -356,4 +360,5 @@ def _check_options(group: Mapping[str, Any]) -> None:
         check_number("shampoo_beta", beta)
         if not beta < 1:
             raise ValueError(f"shampoo_beta={beta}, expected a number in [0, 1), or None.")
-    check_number("precondition_frequency", group["precondition_frequency"], least=1)
+    check_integer("precondition_frequency", group["precondition_frequency"], 1)
+    check_bool("kl", group["kl"])

@@ -4,7 +4,10 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, overload
 
+import torch
 from torch import nn
+
+from vescale.fsdp.optim.checks import check_function
 
 Named = tuple[str, nn.Parameter]
 NamedParams = Iterable[Named]
@@ -74,8 +77,9 @@ def split_params(
         model = model.named_parameters(remove_duplicate=False)
     if not isinstance(model, Iterable):
         raise _no_pairs(model)
+    check_function("predicate", predicate, "(fqn, param) that returns True, False or None")
     for pair in model:
-        if not isinstance(pair, tuple):
+        if not _is_pair(pair):
             raise _no_pairs(pair)
         fqn, param = pair
         names.setdefault(param, []).append(fqn)
@@ -94,9 +98,18 @@ def split_params(
     return muon_params, rest
 
 
+def _is_pair(given: object) -> bool:
+    if not isinstance(given, tuple) or len(given) != 2:
+        return False
+    return isinstance(given[0], str) and isinstance(given[1], torch.Tensor)
+
+
 def _no_pairs(given: object) -> TypeError:
+    what = f"a {type(given).__name__}"
+    if isinstance(given, tuple):
+        what += f" of ({', '.join(type(item).__name__ for item in given)})"
     return TypeError(
-        f"split_params got a {type(given).__name__}, expected a module or (name, parameter) pairs; "
+        f"split_params got {what}, expected a module or (name, parameter) pairs; "
         "pass the model, or model.named_parameters()."
     )
 
