@@ -230,3 +230,13 @@ def test_the_compiler_leaves_marked_functions_alone_and_compiles_what_they_call(
     assert seen == [False] * 4
     assert counters["stats"]["unique_graphs"] >= 2, "inner, and what follows around"
     assert compat.call_untraced(inner, 2) == 4
+
+
+def check_device_for(rank, world_size):
+    values = torch.ones(2, device=compat.device_for(dist.group.WORLD))
+    dist.all_reduce(values)
+    assert values.tolist() == [world_size] * 2
+
+
+def test_the_device_of_a_group_is_one_that_its_collectives_take(run_ranks):
+    run_ranks(check_device_for, 2)

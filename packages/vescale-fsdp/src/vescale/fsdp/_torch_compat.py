@@ -132,6 +132,12 @@ def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
     return dist._coalescing_manager(group, async_ops=True)
 
 
+def device_for(group: dist.ProcessGroup) -> torch.device:
+    """Return a device whose tensors the group's collectives take; the CPU where they do."""
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
+    return devices[0]
+
+
 def is_fake(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Tell whether the group only pretends to communicate (torch's fake process group)."""
     return group._get_backend(device).name() == "fake"

@@ -88,7 +88,7 @@ def _metadata(path: Path, group: dist.ProcessGroup) -> dict[Keys, Any]:
     """Return what the checkpoint has, by path; raises ValueError where it cannot be read."""
     found, problem = {}, None
     try:
-        found = _by_path(dcp.FileSystemReader(path).read_metadata())
+        found = by_path(dcp.FileSystemReader(path).read_metadata())
     except Exception as error:  # of unpickling, which may raise anything
         problem = f"{type(error).__name__}: {error}"
     problems = [(r, text) for r, text in enumerate(everyones(problem, group)) if text]
@@ -98,7 +98,8 @@ def _metadata(path: Path, group: dist.ProcessGroup) -> dict[Keys, Any]:
     return found
 
 
-def _by_path(metadata: Metadata) -> dict[Keys, Any]:
+def by_path(metadata: Metadata) -> dict[Keys, Any]:
+    """Return what ``metadata`` says of each entry, by the entry's path in the state."""
     paths = metadata.planner_data or {}
     return {
         tuple(paths.get(key, tuple(key.split(".")))): value
