@@ -16,6 +16,7 @@ from vescale.legacy.dtensor._collective_utils import (
     mesh_broadcast,
     mesh_reduce_scatter,
     mesh_scatter,
+    mesh_wait,
     wait,
 )
 
@@ -49,7 +50,7 @@ def check_collectives(rank, world_size):
         mesh_all_to_all_single(rows[:, :1], mesh, 0, 1)
     with pytest.raises(ValueError, match="give one per rank"):
         mesh_all_to_all([], inputs, mesh)
-    assert wait(mine) is mine
+    assert wait(mine) is mesh_wait(mine, mesh, 0) is mine
 
 
 def test_collectives_along_one_mesh_dim(run_ranks):

@@ -19,6 +19,7 @@ from vescale.legacy.dtensor import (
     randn,
     redistribute_dtensor,
 )
+from vescale.legacy.dtensor import random as legacy_random
 from vescale.legacy.dtensor.random import is_rng_supported_mesh, manual_seed
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -69,9 +70,21 @@ def check_seeds(rank, world_size):
     patch.setenv("VESCALE_SINGLE_DEVICE_RAND", "0")
     manual_seed(1, mesh)
     assert get_mode() == "off"
+    assert type(legacy_random._rng_tracker) is legacy_random.OffsetBasedRNGTracker
+    assert not legacy_random._rng_tracker.distribute_region_enabled
     patch.undo()
     manual_seed(1, mesh, tp_dim=0)
     assert get_mode() == "device"
+    assert legacy_random._rng_tracker.get_seed("parallel-rng") == 1
+    assert legacy_random._rng_tracker.distribute_region_enabled
+    with pytest.raises(RuntimeError, match="no random stream 'other'"):
+        legacy_random._rng_tracker.get_seed("other")
+    torch.manual_seed(5 + rank)
+    tracker = legacy_random.init_vescale_rng_tracker(DEVICE)
+    assert type(tracker) is legacy_random.ThreadBasedRNGTracker
+    assert tracker.get_seed("parallel-rng") == torch.initial_seed() == 5
+    with pytest.raises(NotImplementedError, match="'meta': expected a device type"):
+        legacy_random.init_vescale_rng_tracker("meta")
     assert is_rng_supported_mesh(mesh)
     nowhere = init_device_mesh("meta", (world_size,))
     with pytest.raises(NotImplementedError, match="expected a device type"):

@@ -25,6 +25,7 @@ __all__ = [
     "mesh_broadcast",
     "mesh_reduce_scatter",
     "mesh_scatter",
+    "mesh_wait",
     "wait",
 ]
 
@@ -178,3 +179,8 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 def _reduce_op(op: Any) -> Any:
     return getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op
+
+
+def mesh_wait(tensor: torch.Tensor, mesh: DeviceMesh | None = None, mesh_dim: int = 0) -> Any:
+    """Return ``tensor`` with its data there, whatever collective it comes from; see ``wait``."""
+    return wait(tensor)
