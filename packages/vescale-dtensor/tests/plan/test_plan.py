@@ -230,6 +230,7 @@ def check_mistakes(rank, world_size):
         (TypeError, lambda: Plan().param("x", 0)),
         (TypeError, lambda: Plan().input("x", {1.5: R})),
         (ValueError, lambda: Plan().param("(", R)),
+        (ValueError, lambda: Plan().param("x", Partial())),
     ):
         with pytest.raises(error):
             call()
@@ -258,3 +259,55 @@ def test_a_plan_is_explained_without_ranks():
     assert row.placements == (Shard(0), R)
     with pytest.raises(ValueError, match="matches no module"):
         Plan().output("x", R).explain(model)
+
+
+class Odd(nn.Module):
+    """Fewer rows than ranks, a parameter of no dims, one of no elements."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 2, dtype=dtype), nn.Linear(2, 5, dtype=dtype)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+        self.nothing = nn.Parameter(torch.empty(0, 4, dtype=dtype))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return self.drop(self.down(F.gelu(self.up(x)))) * self.scale + self.nothing.sum()
+
+
+def check_odd(rank, world_size):
+    mesh = init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("tp",))
+    plan = (
+        Plan()
+        .param(r"up\..*|nothing", Shard(0))
+        .param(r"down\.weight", Shard(1))
+        .input("", {"x": R})
+        .output("down", R)
+        .output("", R, local=True)
+    )
+    for dtype, rows, near in (
+        (torch.float64, 3, 1e-12),
+        (torch.float64, 0, 0),
+        (torch.bfloat16, 3, 3e-2),
+    ):
+        torch.manual_seed(1)
+        twin = Odd(dtype).to(DEVICE)
+        model = parallelize(copy.deepcopy(twin), mesh, plan)
+        x = torch.linspace(-1, 1, 5 * rows, device=DEVICE).view(rows, 5).to(dtype)
+        outs, states = [], []
+        for module in (model, twin):
+            random.manual_seed(2)
+            outs.append(module(x))
+            states.append(torch.get_rng_state())
+            outs[-1].square().sum().backward()
+        assert torch.equal(*states)
+        torch.testing.assert_close(*outs, rtol=near, atol=near)
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert ours.grad.placements == ours.placements
+            grad = ours.grad.full_tensor()
+            torch.testing.assert_close(grad, theirs.grad, rtol=near, atol=near)
+    random.set_mode("off")
+
+
+def test_ranks_without_rows_and_odd_parameters(run_ranks):
+    run_ranks(check_odd, 3, exact=True)

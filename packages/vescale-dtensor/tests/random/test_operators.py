@@ -177,6 +177,11 @@ def check_seeds(rank, world_size):
         with pytest.raises(ValueError, match=r"seed 5 on rank 0 and 6 on rank 1; pass the same"):
             random.manual_seed(5 + min(rank, 1), mesh)
         assert torch.initial_seed() == rank
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=r"give one from -2\*\*63 to 2\*\*64 - 1, the"):
+            random.manual_seed(seed)
+    for seed in (2**64 - 1, -(2**63)):
+        random.manual_seed(seed)
     for seed in (1.5, True):
         with pytest.raises(TypeError, match="give an int, the same on every rank"):
             random.manual_seed(seed)

@@ -110,6 +110,11 @@ class Plan:
                 raise TypeError(
                     f"{rule}: {placement!r} is no placement; give Shard(dim), Replicate() or such."
                 )
+            if kind == "param" and placement.is_partial():
+                raise ValueError(
+                    f"{rule}: a parameter is no sum that ranks have yet to form; give Shard(dim), "
+                    "Replicate() or a RaggedShard. For gradients there is grad()."
+                )
             if argument is not None and not isinstance(argument, int | str):
                 raise TypeError(f"{rule}: {argument!r} names no argument; give its name or index.")
         self.rules.append(rule)

@@ -43,15 +43,20 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, check: bool = True) -
     It is ``torch.manual_seed(seed)`` and ``set_mode("device")``. With ``check=True`` the ranks of
     ``mesh`` (default: all) compare their seeds first, which is collective, and each raises
     ValueError when they differ; a rank outside of ``mesh`` takes no part. Raises TypeError for a
-    seed that is no int.
+    seed that is no int, ValueError for one that needs more than 64 bits.
     """
-    problem = None
+    problem, kind = None, TypeError
     if isinstance(seed, bool) or not isinstance(seed, int):
         problem = f"manual_seed got seed={seed!r}, a {type(seed).__name__}; give an int"
+    elif not -(2**63) <= seed < 2**64:
+        problem, kind = (
+            f"manual_seed got seed={seed}; give one from -2**63 to 2**64 - 1",
+            ValueError,
+        )
     if check:
         check_agreement(seed if problem is None else problem, mesh)
     if problem is not None:
-        raise TypeError(f"{problem}, the same on every rank.")
+        raise kind(f"{problem}, the same on every rank.")
     torch.manual_seed(seed)
     if get_mode() != "device":
         set_mode("device")
