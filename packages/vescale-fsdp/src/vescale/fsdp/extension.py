@@ -193,7 +193,7 @@ class ExtensionGroup(ParamGroup):
             self.weights.shard = self._packing.pack(inputs)
         with profiled("gather", self.name):
             self.weights.all_gather()
-        self.state = State.GATHERING
+        self._enter(State.GATHERING)
 
     def _sharded_version(self) -> int:
         item = self.managed[0]
@@ -222,7 +222,7 @@ class ExtensionGroup(ParamGroup):
             with self._waiting("gather of the parameters"):
                 self.weights.wait_gather()
             self._unpack()
-            self.state = State.GATHERED
+            self._enter(State.GATHERED)
         self._put_gathered()
 
     def _unpack(self) -> None:
@@ -278,7 +278,7 @@ class ExtensionGroup(ParamGroup):
         if not self.second_order and not self.keep_storage:
             self._free_storage()
         self.second_order = False
-        self.state = State.SHARDED
+        self._enter(State.SHARDED)
         self.managed[0].register(self.managed[0].sharded)
 
     def _free_storage(self) -> None:

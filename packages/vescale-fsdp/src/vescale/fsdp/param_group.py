@@ -16,7 +16,7 @@ from torch import nn
 from vescale.dtensor.tensor import local_of
 from vescale.fsdp._torch_compat import call_untraced
 from vescale.fsdp.agreement import agree
-from vescale.fsdp.phases import waiting
+from vescale.fsdp.phases import HERE, waiting
 from vescale.fsdp.ranges import profiled
 from vescale.fsdp.saved_tensors import Watch
 from vescale.fsdp.sharded_group import ShardedGroup
@@ -113,7 +113,7 @@ class ParamGroup(ShardedGroup):
         if self._watch is None:
             self._watch = Watch(self.weights.full, self.used_in_backward)
         self._watch.start()
-        self.state = State.GATHERING
+        self._enter(State.GATHERING)
 
     def _check_not_meta(self) -> None:
         if self.weights.device.type == "meta":
@@ -131,10 +131,15 @@ class ParamGroup(ShardedGroup):
         if self.state is State.GATHERING:
             with self._waiting("gather of the parameters"):
                 self.weights.wait_gather()
-            self.state = State.GATHERED
+            self._enter(State.GATHERED)
         if self.managed[0].gathered is None:
             self._make_gathered()
         self._put_gathered()
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        if HERE.listener is not None:
+            HERE.listener.moved(self)
 
     def _put_gathered(self) -> None:
         for item in self.managed:
@@ -173,7 +178,7 @@ class ParamGroup(ShardedGroup):
             self.second_order = False
             if not self.keep_storage:
                 self._free_storage()
-        self.state = State.SHARDED
+        self._enter(State.SHARDED)
         for item in self.managed:
             item.register(item.sharded)
 
@@ -220,6 +225,8 @@ class ParamGroup(ShardedGroup):
 
     def start_reduce(self) -> None:
         """Launch the reduction of the group's gradients."""
+        if HERE.listener is not None:
+            HERE.listener.reduces(self, begins=True)
         with (
             profiled("reduce", self.name),
             self._waiting("reduction of the gradients"),
@@ -238,12 +245,17 @@ class ParamGroup(ShardedGroup):
         Returns whether ``finish_reduce`` has something to do.
         """
         with self._waiting("reduction of the gradients"):
-            return self.reduction.advance()
+            goes_on = self.reduction.advance()
+        if not goes_on and HERE.listener is not None:
+            HERE.listener.reduces(self, begins=False)
+        return goes_on
 
     def finish_reduce(self) -> None:
         """Put the result of the reduction under way, if any, into the sharded ``.grad``."""
         with self._waiting("reduction of the gradients"):
             self.reduction.finish()
+        if HERE.listener is not None:
+            HERE.listener.reduces(self, begins=False)
 
     def settle(self) -> None:
         """Wait for copies between host and device: then gradients are there, and shards may be

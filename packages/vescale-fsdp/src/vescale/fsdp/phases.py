@@ -4,18 +4,39 @@
 import time
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from vescale.fsdp.phase_board import Row, board, where_ranks_are
 
+if TYPE_CHECKING:
+    from vescale.fsdp.param_group import ParamGroup
+
+
+class Listener(Protocol):
+    """What hears of phases while a step is recorded."""
+
+    def at(self, what: str, unit: str | None, waits: bool) -> None:
+        """Hear what ``Phase.at`` notes."""
+
+    def back(self) -> None:
+        """Hear that what waited has ended, and the phase is the one before."""
+
+    def moved(self, group: "ParamGroup") -> None:
+        """Hear that ``group`` is in another state."""
+
+    def reduces(self, group: "ParamGroup", *, begins: bool) -> None:
+        """Hear that a reduction of ``group`` begins; or that none is under way any more."""
+
 
 @dataclass(slots=True)
 class Phase:
     """The phase that this process is in.
 
-    One process is one rank. Writing it costs three assignments and a clock: nothing is sent.
+    One process is one rank. Writing it costs three assignments and a clock: nothing is sent. While
+    a step is recorded there is a ``listener``.
     """
 
     what: str = "before the first forward"
@@ -23,6 +44,7 @@ class Phase:
     forwards: int = 0
     changes: int = 0
     since: float = 0.0
+    listener: Listener | None = None
 
     def at(self, what: str, unit: str | None = None, *, waits: bool = False) -> None:
         """Note that ``what`` begins, of ``unit`` by its name ("" for the root) if it is of one.
@@ -33,6 +55,8 @@ class Phase:
         self.waits = waits
         self.since = time.time()
         self.changes += 1
+        if self.listener is not None:
+            self.listener.at(what, unit, waits)
 
     def row(self) -> Row:
         """Return what the other ranks may read."""
@@ -76,6 +100,8 @@ class waiting:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if HERE.listener is not None and not self._aside:
+            HERE.listener.back()
         if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
             rank = dist.get_rank() if dist.is_initialized() else 0
             what = _name(self._what, self._unit)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See what is where: layouts, which rank holds what of a parameter, and what differs."""
+"""See what is where, and when: layouts, which rank holds what of a parameter, what differs between
+two models or checkpoints, and what units do in a step."""
 
 from vescale.fsdp.inspect.comparing import diff
 from vescale.fsdp.inspect.differences import Diff, Difference
@@ -12,6 +13,7 @@ from vescale.fsdp.inspect.layouts import (
     plot,
 )
 from vescale.fsdp.inspect.places import Location, Part, where
+from vescale.fsdp.inspect.recording import merge_traces, record_step
 
 __all__ = [
     "Diff",
@@ -24,6 +26,8 @@ __all__ = [
     "diff",
     "layout",
     "layout_of_groups",
+    "merge_traces",
     "plot",
+    "record_step",
     "where",
 ]
