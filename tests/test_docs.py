@@ -196,3 +196,9 @@ def test_every_page_is_in_the_navigation():
     ]
     missing = [page.name for page in pages if f"{page.parent.name}/{page.name}" not in navigation]
     assert not missing, f"add them to nav in mkdocs.yml: {missing}"
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("packages/*/README.md")), ids=name_of)
+def test_paths_that_a_package_names_are_there(page):
+    named = re.findall(r"`(docs/[^`\s]+)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 from packaging.requirements import Requirement
 
-from tools import release_check, release_source
+from tools import release_archives, release_check, release_source
 from tools.findings import report
 
 RELEASED = """# Changelog
@@ -132,3 +132,20 @@ def test_options():
 
 def agrees(found, part):
     return part in found if part else not found
+
+
+@pytest.mark.parametrize(
+    ("readme", "lost"),
+    [
+        ("[a](https://example.org/a.md) [b](#here) <me@example.org>", ""),
+        ("`[a](b.md)`\n```python\nx[0](y)\n```\nAs in `docs/a.md`.", ""),
+        ("[a](../../docs/a.md)", "../../docs/a.md"),
+        ("![picture](layout.png)", "layout.png"),
+        ("[a][1]\n\n[1]: CHANGELOG.md", "CHANGELOG.md"),
+        ('<img src="docs/a.svg">', "docs/a.svg"),
+    ],
+)
+def test_links_that_an_index_cannot_follow_are_found(readme, lost):
+    problem = release_archives.link_problem(readme)
+    assert (problem == "") == (lost == "")
+    assert lost in problem

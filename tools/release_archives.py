@@ -51,10 +51,21 @@ def wheel_findings(wheel: Path, name: str, version: str) -> Iterator[Finding]:
     yield "wheel's licence files", f"lacks {sorted(lost)}" if lost else ""
     opening, readme = f"# vescale-{name}\n", str(metadata.get_payload())
     yield "wheel's README", "" if readme.startswith(opening) else f"does not open with {opening!r}"
+    yield "wheel's README links", link_problem(readme)
     typed = f"vescale/{name}/py.typed"
     yield "wheel's py.typed", "" if typed in files else f"lacks {typed}"
     strays = [path for path in files if not path.startswith((f"vescale/{name}/", f"{info}/"))]
     yield "wheel holds nothing else", f"has {strays}" if strays else ""
+
+
+def link_problem(readme: str) -> str:
+    """Say which links and pictures of a README lead nowhere on an index: it has this file alone."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]+`", "", readme, flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(\s*<?([^)>\s]+)", text)
+    targets += re.findall(r"^\s*\[[^\]]+\]:\s*<?([^>\s]+)", text, re.MULTILINE)
+    targets += re.findall(r"""(?:href|src)=["']([^"']+)""", text)
+    lost = [each for each in targets if not re.match(r"https?://|mailto:|#", each)]
+    return f"link to {lost} by a full address, or name the path without a link" if lost else ""
 
 
 def sdist_findings(sdist: Path) -> Iterator[Finding]:
