@@ -9,7 +9,8 @@ The same model, wrapped alike, trains on the same tokens with
 - fsdp2: torch's fully_shard;
 - fsdp2p: the same, given our collectives for gloo by its own setters, to compare like with like;
 - stock: ours, with gloo's own collectives as fsdp2 has them;
-- vescale: ours, with the collectives that it chooses on gloo.
+- vescale: ours, with the collectives that it chooses on gloo;
+- with ``--also zero3``, DeepSpeed's ZeRO-3, if it is installed.
 
 Steps are taken in turn, in an order that turns too, and times are the medians over all rounds of
 the ratio to fsdp2's step of that round: the slowest rank's. On a shared machine they scatter; the
@@ -34,6 +35,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from benchmarks import step_zero3
 from benchmarks.step_counters import Count, memory_of
 from benchmarks.step_models import SHAPES, build, tokens
 from torch import nn
@@ -94,6 +96,14 @@ class Side:
     def step(self, index: int, *, count: bool = False) -> None:
         """Train on batch ``index``."""
         self.losses.append(self.differentiate(index, count=count))
+        self.finish()
+
+    def backward_of(self, loss: torch.Tensor) -> None:
+        """Differentiate ``loss``."""
+        loss.backward()
+
+    def finish(self) -> None:
+        """Take the step of the optimizer, and forget the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -104,7 +114,7 @@ class Side:
             logits = self.model(batch[:, :-1])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         with self.backward if count else torch.enable_grad():
-            loss.backward()
+            self.backward_of(loss)
         return loss.item()
 
     def timed_step(self, index: int) -> None:
@@ -126,9 +136,26 @@ class Side:
                 yield tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+class ZeroSide(Side):
+    """DeepSpeed's engine, which has methods of its own for a step."""
+
+    def backward_of(self, loss: torch.Tensor) -> None:
+        self.model.backward(loss)
+
+    def finish(self) -> None:
+        self.model.step()
+
+    def kept(self) -> Iterator[torch.Tensor]:
+        return step_zero3.kept(self.model)
+
+
 def make(name: str, kind: str, size: str, policy: MixedPrecisionPolicy) -> Side:
     """Return the side ``name``; "alone" is the model unwrapped, in the dtype it computes in."""
     model, mesh = build(kind, size), init_device_mesh("cpu", (dist.get_world_size(),))
+    if name == "zero3":
+        if policy.param_dtype is not None:
+            raise ValueError("zero3 is measured in fp32 only; leave out --policies bf16.")
+        return ZeroSide(name, step_zero3.wrap(model, lr=1e-3), None)
     if name in ("alone", "ddp"):
         model.to(policy.param_dtype or torch.float32)
     if name == "ddp":
@@ -167,7 +194,7 @@ def measure(
         side.peak, side.allocations = memory_of(
             lambda s=side: s.differentiate(rounds + 3), side.kept()
         )
-        side.optimizer.zero_grad()
+        side.finish()
     numel = sum(p.numel() for p in plain.model.parameters())
     result = {
         "model": kind,
@@ -257,7 +284,8 @@ def main_rank(rank: int, args: argparse.Namespace, ranks: int, path: str) -> Non
     results = []
     for kind in args.models:
         for policy in args.policies:
-            results.append(measure(kind, args.size, policy, args.rounds))
+            names = (*SIDES, *args.also)
+            results.append(measure(kind, args.size, policy, args.rounds, names))
             if rank == 0:
                 print_table(results[-1])
     if rank == 0:
@@ -273,6 +301,7 @@ def main() -> None:
     parser.add_argument("--policies", choices=POLICIES, nargs="+", default=["fp32"])
     parser.add_argument("--size", choices=SHAPES, default="small")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--also", choices=("zero3",), nargs="+", default=[])
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
