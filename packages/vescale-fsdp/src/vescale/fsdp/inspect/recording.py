@@ -2,7 +2,7 @@
 """Record what units do in a step, for a picture of it in time."""
 
 import json
-import socket
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -44,7 +44,7 @@ def record_step(folder: str | PathLike) -> Iterator[Path]:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{rank}.json"
-    recorder = Recorder(rank, socket.gethostname())
+    recorder = Recorder(rank, platform.node())
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         recorder.push(_name(optimizer), "optimizer")
