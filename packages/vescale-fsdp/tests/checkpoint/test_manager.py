@@ -4,6 +4,7 @@
 import logging
 import os
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -296,3 +297,18 @@ def test_what_is_broken_or_does_not_fit_is_named(run_ranks, tmp_path):
 def test_a_process_group_is_needed():
     with pytest.raises(RuntimeError, match="HashStore"):
         CheckpointManager("somewhere")
+
+
+def test_the_process_group_ends_with_the_others(tmp_path):
+    """Its threads must not outlive Python: they would abort the process at its end."""
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            manager = CheckpointManager(tmp_path)
+            assert manager.newest() is None
+            group = weakref.ref(manager._group)
+        finally:
+            dist.destroy_process_group()
+        assert group() is None
+        with pytest.raises(RuntimeError, match="make another manager after"):
+            manager.newest()

@@ -3,6 +3,7 @@
 
 import json
 import logging
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -98,7 +99,9 @@ class CheckpointManager:
         self.folder = Path(folder)
         self._keep_last, self._checksums, self._same_keys = keep_last, checksums, same_keys
         self._asynchronous = asynchronous
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        # Weakly: destroy_process_group ends the threads of a group only if nothing else holds it,
+        # and a thread of gloo that lets go of a tensor while Python ends aborts the process.
+        self._group_ref = weakref.ref(dist.new_group(backend="gloo", timeout=timeout))
         self._pending: Future[Path] | None = None
 
     def save(
@@ -236,6 +239,16 @@ class CheckpointManager:
             set_generators(generators, device_of(model))
         own = read_rank_state(checkpoint.path, OWN, self._group)
         return Restored(checkpoint, own, random and generators is not None)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise RuntimeError(
+                "the process group of this CheckpointManager was destroyed; make another manager "
+                "after torch.distributed.init_process_group()."
+            )
+        return group
 
     def _own(self, model: nn.Module, rank_state: Any) -> dict[str, Any]:
         rank = str(self._group.rank())
