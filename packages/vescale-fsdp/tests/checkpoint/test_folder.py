@@ -61,7 +61,7 @@ def test_what_is_not_complete_is_named(tmp_path):
     (paths[4] / MANIFEST).write_text("{")
     (paths[5] / MANIFEST).write_text(json.dumps({"format": 99}))
     (paths[6] / "part").write_text("bumbers")  # of the same size
-    on_disk.start(tmp_path, 9)
+    partial = on_disk.start(tmp_path, 9)
     complete, skipped = find(tmp_path)
     assert [path for path, _ in complete] == [paths[7], paths[6]]
     reasons = {item.path.name: item.reason for item in skipped}
@@ -70,7 +70,7 @@ def test_what_is_not_complete_is_named(tmp_path):
     assert reasons[name_of(3)] == f"has no {MANIFEST}"
     assert "broken" in reasons[name_of(4)]
     assert reasons[name_of(5)] == "has format 99, this version reads 1"
-    assert reasons[f".partial-{name_of(9)}"] == "was not written to its end"
+    assert reasons[partial.name] == "was not written to its end"
     (path, manifest) = complete[1]
     with pytest.raises(ValueError, match="other contents"):
         on_disk.check_contents(path, manifest, ["part"])
@@ -78,6 +78,56 @@ def test_what_is_not_complete_is_named(tmp_path):
     prune(tmp_path, 1)  # takes complete ones only: the others are for the user to look at
     assert paths[1].exists()
     assert not paths[6].exists()
+
+
+def test_folders_that_cannot_be_listed_are_no_empty_ones(tmp_path):
+    assert find(tmp_path / "nothing") == ([], [])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        find(tmp_path / "file")
+
+
+def test_links_and_files_in_place_of_checkpoints_stop_no_save(tmp_path, caplog):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    moved = save(folder, 1).rename(elsewhere)
+    (folder / name_of(1)).symlink_to(elsewhere)
+    assert steps(folder) == [1]
+    save(folder, 2)
+    prune(folder, 1)
+    assert steps(folder) == [2]
+    assert (moved / MANIFEST).exists()  # the link went, and not what it points to
+    for other in (elsewhere, tmp_path / "gone"):
+        (folder / name_of(3)).symlink_to(other)
+        save(folder, 3)
+        assert not (folder / name_of(3)).is_symlink()
+        shutil.rmtree(folder / name_of(3))
+    (folder / name_of(3)).write_text("a file")
+    (folder / ".partial-file").write_text("a file")
+    save(folder, 3)
+    assert sorted(p.name for p in folder.iterdir()) == [name_of(2), name_of(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("busy")))
+        prune(folder, 1)
+        save(folder, 4)
+    assert steps(folder) == [4, 3]
+    assert [*{record.levelname for record in caplog.records}] == ["WARNING"]
+    assert "cannot be removed: busy" in caplog.text
+    save(folder, 5)
+    assert len([*folder.iterdir()]) == 3
+
+
+def test_savers_of_one_folder_leave_each_other_alone(tmp_path):
+    one = write(tmp_path, 1, "one")
+    for step in (2, 1):  # another step, and the same
+        save(tmp_path, step, "two")
+    path = publish(*one)
+    on_disk.stop(one[0])
+    assert (path / "part").read_text() == "one"
+    assert steps(tmp_path)[-1] == 2
+    left, _ = write(tmp_path, 3)
+    on_disk.stop(left)
+    save(tmp_path, 4)
+    assert not left.exists()
 
 
 class CrashError(BaseException):
@@ -112,7 +162,7 @@ def moments(folder, action):
                 action()
                 done = True
             except CrashError:
-                pass
+                on_disk._being_written.clear()  # this process stands for the next one, too
         yield count
         count += 1
 

@@ -6,35 +6,24 @@ whatever is called ``step-...`` was complete once, and its manifest, with the si
 tells whether it still is. Knows no tensors and no ranks.
 """
 
-import json
+import logging
 import os
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-MANIFEST = "checkpoint.json"
-FORMAT = 1
+from vescale.fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest, text_of
+
+logger = logging.getLogger("vescale.fsdp.checkpoint")
+
 NAME = "step-"
 PARTIAL, OLD, DELETED = ".partial-", ".old-", ".deleted-"  # being written, replaced, removed
 CHUNK_BYTES = 1 << 22
 
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a checkpoint says of itself.
-
-    ``sequence`` counts the saves in a folder: the newest has the highest, whatever its ``step``.
-    ``files`` has the size in bytes and the CRC-32 (None: not formed) of every other file.
-    """
-
-    step: int
-    sequence: int
-    world_size: int
-    progress: dict[str, Any]
-    files: dict[str, tuple[int, int | None]]
+_being_written: set[Path] = set()  # by this process: another manager of the folder leaves them
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +42,23 @@ def name_of(step: int) -> str:
 def start(folder: Path, step: int) -> Path:
     """Make an empty folder to write the checkpoint of ``step`` to, and return it.
 
-    Removes what earlier saves left behind that did not come to their end.
+    Removes what earlier saves left behind that did not come to their end. ``stop`` is to be called
+    at the end, whatever it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recover(folder)
-    for left in [*folder.glob(f"{PARTIAL}*"), *folder.glob(f"{DELETED}*")]:
-        shutil.rmtree(left)
-    partial = folder / f"{PARTIAL}{name_of(step)}"
+    for left in _named(folder, PARTIAL, DELETED):
+        if left not in _being_written:
+            _remove(left)
+    partial = folder / f"{PARTIAL}{name_of(step)}-{_token()}"
     partial.mkdir()
+    _being_written.add(partial)
     return partial
+
+
+def stop(partial: Path) -> None:
+    """Take note that nobody writes to ``partial`` any more: the next save may remove it."""
+    _being_written.discard(partial)
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
@@ -71,24 +68,24 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     leaves either of them complete, perhaps under the name from which ``recover`` takes it back.
     """
     final = partial.with_name(name_of(manifest.step))
-    _write(partial / MANIFEST, json.dumps(_as_json(manifest)))
+    _write(partial / MANIFEST, text_of(manifest))
     _sync_folder(partial)
     aside = partial.with_name(OLD + final.name)
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(aside)
     partial.rename(final)
     _sync_folder(final.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    if os.path.lexists(aside):
+        _remove(aside)
     return final
 
 
 def recover(folder: Path) -> None:
     """Give a checkpoint its name back whose successor was not published; remove replaced ones."""
-    for aside in folder.glob(f"{OLD}{NAME}*"):
+    for aside in _named(folder, OLD + NAME):
         final = aside.with_name(aside.name.removeprefix(OLD))
-        if final.exists():
-            shutil.rmtree(aside)
+        if os.path.lexists(final):
+            _remove(aside)
         else:
             aside.rename(final)
 
@@ -97,15 +94,18 @@ def prune(folder: Path, keep_last: int) -> None:
     """Remove all complete checkpoints but the ``keep_last`` newest ones; leave others alone."""
     complete, _ = find(folder)
     for path, _ in complete[keep_last:]:
-        gone = path.with_name(DELETED + path.name)
+        gone = path.with_name(f"{DELETED}{path.name}-{_token()}")
         path.rename(gone)  # at once: one that is half removed must not look complete
-        shutil.rmtree(gone)
+        _remove(gone)
 
 
 def find(folder: Path) -> tuple[list[tuple[Path, Manifest]], list[Skipped]]:
-    """Return the checkpoints that are complete by their sizes, newest first, and the others."""
+    """Return the checkpoints that are complete by their sizes, newest first, and the others.
+
+    There is none where there is no folder. Raises OSError for one that cannot be listed.
+    """
     complete, skipped = [], []
-    for path in sorted(folder.glob(f"{NAME}*")):
+    for path in _named(folder, NAME):
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest)
@@ -113,33 +113,21 @@ def find(folder: Path) -> tuple[list[tuple[Path, Manifest]], list[Skipped]]:
             skipped.append(Skipped(path, str(error)))
         else:
             complete.append((path, manifest))
-    for path in sorted(folder.glob(f"{PARTIAL}*")):
+    for path in _named(folder, PARTIAL):
         skipped.append(Skipped(path, "was not written to its end"))
     complete.sort(key=lambda item: item[1].sequence, reverse=True)
     return complete, skipped
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint at ``path``; raises ValueError saying what is wrong."""
-    try:
-        data = json.loads((path / MANIFEST).read_text())
-        if data["format"] != FORMAT:
-            raise ValueError(f"has format {data['format']!r}, this version reads {FORMAT}")
-        files = {name: (nbytes, crc) for name, (nbytes, crc) in data["files"].items()}
-        return Manifest(data["step"], data["sequence"], data["world_size"], data["progress"], files)
-    except FileNotFoundError as error:
-        raise ValueError(f"has no {MANIFEST}") from error
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"has a broken {MANIFEST} ({error!r})") from error
-
-
 def check_sizes(path: Path, manifest: Manifest) -> None:
     """Raise ValueError if a file of the checkpoint is not there or has another size."""
     for name, (nbytes, _) in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"lacks {name}")
-        found = file.stat().st_size
+        try:
+            found = (path / name).stat().st_size
+        except FileNotFoundError as error:
+            raise ValueError(f"lacks {name}") from error
+        except OSError as error:
+            raise ValueError(f"has {name} that cannot be read ({error})") from error
         if found != nbytes:
             raise ValueError(f"has {found} bytes of {name} and not {nbytes}")
 
@@ -148,7 +136,11 @@ def check_contents(path: Path, manifest: Manifest, names: Iterable[str]) -> None
     """Raise ValueError if one of the named files has other contents than were written."""
     for name in names:
         expected = manifest.files[name][1]
-        if expected is not None and checksum(path / name) != expected:
+        try:
+            same = expected is None or checksum(path / name) == expected
+        except OSError as error:
+            raise ValueError(f"has {name} that cannot be read ({error})") from error
+        if not same:
             raise ValueError(f"has {name} with other contents than were written")
 
 
@@ -173,7 +165,7 @@ def files_in(path: Path) -> dict[str, int]:
 def next_sequence(folder: Path) -> int:
     """Return a number above those of all checkpoints in ``folder`` that have a manifest."""
     sequences = [0]
-    for path in folder.glob(f"{NAME}*"):
+    for path in _named(folder, NAME):
         try:
             sequences.append(read_manifest(path).sequence)
         except ValueError:
@@ -181,15 +173,34 @@ def next_sequence(folder: Path) -> int:
     return max(sequences) + 1
 
 
-def _as_json(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "step": manifest.step,
-        "sequence": manifest.sequence,
-        "world_size": manifest.world_size,
-        "progress": manifest.progress,
-        "files": manifest.files,
-    }
+def _named(folder: Path, *beginnings: str) -> list[Path]:
+    """Return, sorted, what is in ``folder`` under such names; nothing where there is no folder.
+
+    Path.glob() would return nothing for a folder that cannot be read, too.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in sorted(names) if name.startswith(beginnings)]
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link. What cannot be removed is logged, and is in nobody's way.
+
+    So a checkpoint that others still read, or that is a link to another disk, stops no save.
+    """
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+
+
+def _token() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 def _write(file: Path, text: str) -> None:

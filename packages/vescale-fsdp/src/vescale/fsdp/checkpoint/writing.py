@@ -35,19 +35,29 @@ class Job:
 def write(job: Job, state: dict[str, Any]) -> Path:
     """Write ``state`` and return the published checkpoint. Raises the same on all ranks."""
     partial = _start(job)
-    dcp.save(state, checkpoint_id=partial, process_group=job.group)
-    return _finish(job, partial)
+    try:
+        dcp.save(state, checkpoint_id=partial, process_group=job.group)
+        return _finish(job, partial)
+    finally:
+        on_disk.stop(partial)
 
 
 def write_behind(job: Job, state: dict[str, Any]) -> Future[Path]:
     """Copy ``state`` and return at once; the future has what ``write`` returns or raises."""
     partial = _start(job)
-    saved = dcp.async_save(state, checkpoint_id=partial, process_group=job.group)
+    try:
+        saved = dcp.async_save(state, checkpoint_id=partial, process_group=job.group)
+    except BaseException:
+        on_disk.stop(partial)
+        raise
     saved = saved.upload_completion if isinstance(saved, AsyncSaveResponse) else saved
 
     def publish() -> Path:
-        saved.result()
-        return _finish(job, partial)
+        try:
+            saved.result()
+            return _finish(job, partial)
+        finally:
+            on_disk.stop(partial)
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="publish_checkpoint")
     published = thread.submit(publish)
@@ -87,8 +97,22 @@ def _start(job: Job) -> Path:
     )
 
 
+def _written(partial: Path) -> dict[str, int]:
+    """Return name and size of the files in ``partial``; raises RuntimeError where parts lack."""
+    files, lacking = on_disk.files_in(partial), set()
+    for place in (dcp.FileSystemReader(partial).read_metadata().storage_data or {}).values():
+        if files.get(place.relative_path, -1) < place.offset + place.length:
+            lacking.add(place.relative_path)
+    if lacking:
+        raise RuntimeError(
+            f"{partial} lacks what ranks wrote to {sorted(lacking)}; pass a folder that is the "
+            "same on all hosts, and that no other job writes to."
+        )
+    return files
+
+
 def _finish(job: Job, partial: Path) -> Path:
-    files = on_first_rank(job.group, "list what was written", lambda: on_disk.files_in(partial))
+    files = on_first_rank(job.group, "list what was written", lambda: _written(partial))
     sums, problem = {}, None
     try:
         if job.checksums:
