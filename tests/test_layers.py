@@ -68,6 +68,7 @@ PURE = (
     f"{FSDP}/optim/roots.py",
     f"{FSDP}/state_dict/flat.py",
     f"{FSDP}/checkpoint/folder.py",
+    f"{FSDP}/checkpoint/manifest.py",
 )
 SOURCES = sorted(PACKAGES.glob("*/src/**/*.py"))
 
