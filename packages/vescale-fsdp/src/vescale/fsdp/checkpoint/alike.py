@@ -72,10 +72,18 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
+def share_error(what: str, error: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if one of them has an ``error``: its own, or ValueError with the text."""
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    for rank, found in enumerate(everyones(text, group)):
+        if found is not None:
+            raise error or ValueError(f"rank {rank} cannot {what}: {found}")
+
+
 def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return what each rank of ``group`` passes, any object that can be pickled."""
     values: list[Any] = [None] * group.size()
-    with waiting("exchange of what ranks found, for a checkpoint,", group=group, aside=beside()):
+    with waiting("exchange of what ranks found, for a checkpoint", group=group, aside=beside()):
         dist.all_gather_object(values, value, group=group)
     return values
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder of checkpoints of one run: save, keep the last ones, find the newest, go on from it."""
 
-import json
 import logging
 import weakref
 from collections.abc import Iterable
@@ -16,13 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vescale.fsdp.checkpoint import folder as on_disk
-from vescale.fsdp.checkpoint.alike import check_alike, everyones
+from vescale.fsdp.checkpoint.alike import check_alike, everyones, share_error
 from vescale.fsdp.checkpoint.folder import Manifest, Skipped
+from vescale.fsdp.checkpoint.progress import from_json, to_json
 from vescale.fsdp.checkpoint.rank_state import generators, pack, set_generators
 from vescale.fsdp.checkpoint.reading import MODEL, OPTIMIZER, RANKS, read, read_rank_state
 from vescale.fsdp.checkpoint.writing import Job, on_first_rank, share, write, write_behind
 from vescale.fsdp.state_dict import get_model_state_dict, get_optimizer_state_dict
 from vescale.fsdp.state_dict.loading import device_of
+from vescale.fsdp.state_dict.named_optimizers import NamedOptimizers, several
 
 logger = logging.getLogger("vescale.fsdp.checkpoint")
 RANDOM, OWN = "random", "own"
@@ -96,7 +97,7 @@ class CheckpointManager:
         bad = isinstance(keep_last, bool) or not isinstance(keep_last, int | None)
         if bad or (keep_last is not None and keep_last < 1):
             raise ValueError(f"keep_last={keep_last!r}, expected a positive integer or None.")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # os.chdir() does not move it
         self._keep_last, self._checksums, self._same_keys = keep_last, checksums, same_keys
         self._asynchronous = asynchronous
         # Weakly: destroy_process_group ends the threads of a group only if nothing else holds it,
@@ -116,29 +117,30 @@ class CheckpointManager:
         """Write model, optimizers and random generators; return where the checkpoint is (to be).
 
         ``progress`` is what all ranks know of the run: losses, place in the data, the state of a
-        scheduler; anything that JSON has. ``rank_state`` is what only this rank knows, such as its
-        data loader's ``state_dict()``: numbers, texts, tensors, dicts and lists of them.
+        scheduler; what JSON has, and dicts with numbers as keys. ``rank_state`` is what only this
+        rank knows, such as its data loader's ``state_dict()``: numbers, texts, tensors, dicts and
+        lists of them.
 
         Raises ValueError where the ranks do not have the same keys, shapes, dtypes, placements,
         options, step or progress, before anything is written, and names what differs;
         CheckpointException (of torch), OSError or RuntimeError where it cannot be written.
         """
         self.wait()
-        state, progress, error = {}, progress or {}, None
+        state, named, progress, error = {}, None, progress or {}, None
         try:
             _check_step(step)
-            optimizers = _optimizers(optimizers)
-            progress = _as_json(progress)
+            progress = to_json(progress)
             state = {MODEL: get_model_state_dict(model), RANKS: self._own(model, rank_state)}
-        except (TypeError, ValueError) as caught:
+            if optimizers := several(optimizers):
+                named = NamedOptimizers(model, optimizers)
+        except Exception as caught:  # of hooks and of what is pickled, which may raise anything
             error = caught
-        self._agree("save", error)
-        if optimizers:
+        share_error("save", error, self._group)
+        if named:
             state[OPTIMIZER] = get_optimizer_state_dict(model, optimizers)
         alike = {key: state[key] for key in (MODEL, OPTIMIZER) if key in state}
-        check_alike(
-            {**alike, "step": step, "progress": progress}, self._group, same_keys=self._same_keys
-        )
+        alike |= {"step": step, "progress": from_json(progress)}
+        check_alike(alike, self._group, same_keys=self._same_keys)
         job = Job(self.folder, step, progress, self._keep_last, self._checksums, self._group)
         if self._asynchronous:
             self._pending = write_behind(job, state)
@@ -150,14 +152,23 @@ class CheckpointManager:
 
         Raises what went wrong with it.
         """
-        pending, self._pending = self._pending, None
-        return None if pending is None else pending.result()
+        pending = self._pending
+        if pending is None:
+            return None
+        try:
+            return pending.result()
+        finally:
+            if pending.done():  # else a KeyboardInterrupt: it goes on, and uses the group
+                self._pending = None
 
     def newest(self) -> Checkpoint | None:
         """Return the complete checkpoint that was saved last, None where there is none.
 
         Broken and half-written ones are logged as warnings with what is wrong, and skipped.
         """
+        return self._newest()[0]
+
+    def _newest(self) -> tuple[Checkpoint | None, list[Skipped]]:
         self.wait()
 
         def look() -> tuple[list[tuple[Path, Manifest]], list[Skipped]]:
@@ -174,7 +185,7 @@ class CheckpointManager:
                 break
         for item in skipped if self._group.rank() == 0 else ():
             logger.warning("%s is not used: it %s.", item.path, item.reason)
-        return _checkpoint(*usable, tuple(skipped)) if usable else None
+        return (_checkpoint(*usable, tuple(skipped)) if usable else None), skipped
 
     def at(self, path: str | Path) -> Checkpoint:
         """Return the checkpoint at ``path``; raises ValueError, with the reason, for a broken one.
@@ -215,23 +226,19 @@ class CheckpointManager:
         as many ranks as there were. What torch's checkpoints of FSDP2 have under "model" and
         "optimizer" is loaded from a path, too.
 
-        Raises ValueError, before anything is changed, naming keys that are missing or that nothing
+        Raises RuntimeError where there are checkpoints and none can be used, instead of beginning
+        anew; ValueError, before anything is changed, naming keys that are missing or that nothing
         wants, shapes and dtypes that do not fit, and a path with a broken checkpoint.
         ``strict=False`` loads what fits by its name.
         """
         self.wait()
         if checkpoint is None:
-            checkpoint = self.newest()
+            checkpoint, skipped = self._newest()
+            _check_not_all_broken(self.folder, checkpoint, skipped)
         elif not isinstance(checkpoint, Checkpoint):
             checkpoint = self.at(checkpoint)
         if checkpoint is None:
             return None
-        error = None
-        try:
-            optimizers = _optimizers(optimizers)
-        except TypeError as caught:
-            error = caught
-        self._agree("load", error)
         read(checkpoint.path, model, optimizers, self._group, strict=strict)
         same = checkpoint.world_size == self._group.size()
         generators = read_rank_state(checkpoint.path, RANDOM, self._group) if same else None
@@ -265,37 +272,22 @@ class CheckpointManager:
             problem = str(error)
         return next(filter(None, everyones(problem, self._group)), None)
 
-    def _agree(self, what: str, error: Exception | None) -> None:
-        for rank, text in enumerate(everyones(None if error is None else str(error), self._group)):
-            if text is not None:
-                raise error or ValueError(f"rank {rank} cannot {what}: {text}")
-
 
 def _checkpoint(path: Path, manifest: Manifest, skipped: tuple[Skipped, ...]) -> Checkpoint:
-    return Checkpoint(path, manifest.step, manifest.world_size, manifest.progress, skipped)
+    return Checkpoint(
+        path, manifest.step, manifest.world_size, from_json(manifest.progress), skipped
+    )
 
 
-def _optimizers(given: Any) -> tuple[Optimizer, ...]:
-    found = (given,) if isinstance(given, Optimizer) else given
-    if not isinstance(found, Iterable) or isinstance(found, str):
-        raise TypeError(
-            f"optimizers is a {type(given).__name__}, expected an optimizer or several; leave it "
-            "out for none."
+def _check_not_all_broken(folder: Path, found: Checkpoint | None, skipped: list[Skipped]) -> None:
+    broken = [f"{s.path.name} {s.reason}" for s in skipped if s.path.name.startswith(on_disk.NAME)]
+    if found is None and broken:
+        raise RuntimeError(
+            f"{folder} has checkpoints, and none can be used: {'; '.join(broken)}. Repair them, or "
+            "move them away to begin anew."
         )
-    return tuple(found)
 
 
 def _check_step(step: int) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step={step!r}, expected an integer from 0 on.")
-
-
-def _as_json(progress: dict[str, Any]) -> dict[str, Any]:
-    """Return ``progress`` as it is read back; raises TypeError for what JSON does not have."""
-    try:
-        return json.loads(json.dumps(progress))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"progress has something that JSON does not: {error}; pass numbers, texts, lists and "
-            "dicts, and what only a rank knows or tensors as rank_state."
-        ) from error

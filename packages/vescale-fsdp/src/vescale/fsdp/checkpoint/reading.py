@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from vescale.dtensor.matching import Path as Keys
 from vescale.dtensor.matching import leaves, name_of
-from vescale.fsdp.checkpoint.alike import everyones
+from vescale.fsdp.checkpoint.alike import everyones, share_error
 from vescale.fsdp.checkpoint.rank_state import unpack
 from vescale.fsdp.materialize import materialize, meta_names
 from vescale.fsdp.state_dict import get_model_state_dict
 from vescale.fsdp.state_dict.loading import device_of, prepare, set_extra_states
-from vescale.fsdp.state_dict.named_optimizers import GROUPS, STATE, NamedOptimizers
+from vescale.fsdp.state_dict.named_optimizers import GROUPS, STATE, NamedOptimizers, several
 from vescale.fsdp.state_dict.names import StateNames
 
 MODEL, OPTIMIZER, RANKS = "model", "optimizer", "ranks"
@@ -30,7 +30,7 @@ MOST_NAMES = 10
 def read(
     path: Path,
     model: nn.Module,
-    optimizers: Iterable[Optimizer],
+    optimizers: Optimizer | Iterable[Optimizer],
     group: dist.ProcessGroup,
     *,
     strict: bool,
@@ -40,14 +40,23 @@ def read(
     Raises ValueError on all ranks, before anything is changed, for keys, shapes and dtypes that do
     not fit, and RuntimeError for what cannot be read.
     """
-    prepare(model)
-    names, optimizers = StateNames(model), tuple(optimizers)
-    names.check_loadable()
+    state: dict[str, Any] = {}
+    named, left_on_meta, error = None, [], None
+    try:
+        if isinstance(model, nn.Module):  # anything else is refused below
+            prepare(model)
+        state[MODEL] = get_model_state_dict(model)
+        if optimizers := several(optimizers):
+            named = NamedOptimizers(model, optimizers)
+        names = StateNames(model)
+        names.check_loadable()
+        left_on_meta = _left_on_meta(model, names)
+    except Exception as caught:
+        error = caught
+    share_error("load", error, group)
     saved = _metadata(path, group)
-    state: dict[str, Any] = {MODEL: get_model_state_dict(model)}
-    named = NamedOptimizers(model, optimizers) if optimizers else None
     # On the meta device an optimizer's state cannot be made; what fits is seen before, for a model.
-    _check(path, state, saved, group, strict, _left_on_meta(model, names))
+    _check(path, state, saved, group, strict, left_on_meta)
     materialize(model, device_of(model))
     state[MODEL] = get_model_state_dict(model)
     had_state = {fqn for fqn, values in named.held().items() if values} if named else set()
@@ -64,7 +73,11 @@ def read(
             f"{path} cannot be read, rank {rank} says: {reason!r}. Tensors may have been "
             "overwritten: load another checkpoint before going on."
         ) from error
-    set_extra_states(model, state[MODEL], absent)
+    try:
+        set_extra_states(model, state[MODEL], absent)
+    except Exception as caught:
+        error = caught
+    share_error("load", error, group)
     if named:
         states = state[OPTIMIZER][STATE]
         found = {keys[2] for keys in saved if keys[:2] == (OPTIMIZER, STATE)}

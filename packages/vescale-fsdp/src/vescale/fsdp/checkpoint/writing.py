@@ -77,7 +77,7 @@ def on_first_rank(group: dist.ProcessGroup, what: str, action: Callable[[], Any]
         except Exception as caught:
             error = caught
             answer[1] = f"{type(caught).__name__}: {caught}"
-    with waiting(f"answer of the first rank, which is to {what},", group=group, aside=beside()):
+    with waiting(f"answer of the first rank, which is to {what}", group=group, aside=beside()):
         dist.broadcast_object_list(answer, group_src=0, group=group)
     if error is not None:
         raise error
