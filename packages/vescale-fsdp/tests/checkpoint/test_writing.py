@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import logging
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard
 from vescale.fsdp.checkpoint import CheckpointManager
+from vescale.fsdp.checkpoint import folder as on_disk
 
 
 def make(world_size):
@@ -62,9 +64,34 @@ def check_two_managers(rank, world_size, path):
     assert sorted(p.name for p in path.iterdir()) == ["step-000000001", "step-000000002"]
 
 
+def check_nobody_waits(rank, world_size, path):
+    """An error of a save behind training is logged, on the first rank, and raised."""
+    model = make(world_size)
+    manager = CheckpointManager(path, asynchronous=True)
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append((record.levelname, record.getMessage()))
+    logging.getLogger("vescale.fsdp.checkpoint").addHandler(handler)
+
+    def full(partial, manifest):
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_disk, "publish", full)
+        manager.save(7, model)
+        with pytest.raises((OSError, RuntimeError), match="no space left"):
+            manager.wait()
+    text = "the checkpoint of step 7 was not written: OSError: no space left. Call wait() before"
+    assert [(level, line[: len(text)]) for level, line in told] == [("ERROR", text)][rank:]
+    assert manager.wait() is None
+    manager.save(8, model)
+    assert manager.wait() == manager.newest().path
+
+
 def check_all(rank, world_size, path):
     check_lost_files(rank, world_size, path / "lost")
     check_two_managers(rank, world_size, path / "two")
+    check_nobody_waits(rank, world_size, path / "alone")
 
 
 def test_only_what_all_ranks_wrote_is_published(run_ranks, tmp_path):

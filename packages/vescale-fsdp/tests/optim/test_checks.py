@@ -24,6 +24,12 @@ def test_a_module_is_refused_with_what_to_pass(kind, model):
 
 
 @pytest.mark.parametrize("kind", ALL)
+def test_a_parameter_without_memory_is_refused(kind):
+    with pytest.raises(ValueError, match=r"is on the meta device.* call vescale.fsdp.init_empty"):
+        kind([nn.Parameter(torch.zeros(4, 4, device="meta"))])
+
+
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("given", [3, "weight", None])
 def test_what_is_no_parameters_is_refused(kind, given):
     with pytest.raises(TypeError, match=rf"{kind.__name__} got {given!r}, a .*, expected param"):

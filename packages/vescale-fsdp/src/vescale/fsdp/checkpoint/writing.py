@@ -5,6 +5,7 @@ What runs here may run in a thread beside training, so it communicates in a proc
 and only there.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from vescale.fsdp.checkpoint import folder as on_disk
 from vescale.fsdp.checkpoint.alike import beside, everyones
 from vescale.fsdp.phases import waiting
+
+logger = logging.getLogger("vescale.fsdp.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,11 @@ def write(job: Job, state: dict[str, Any]) -> Path:
 
 
 def write_behind(job: Job, state: dict[str, Any]) -> Future[Path]:
-    """Copy ``state`` and return at once; the future has what ``write`` returns or raises."""
-    partial = _start(job)
+    """Copy ``state`` and return at once; the future has what ``write`` returns or raises.
+
+    An error is also logged, on the first rank.
+    """
+    partial, first = _start(job), job.group.rank() == 0
     try:
         saved = dcp.async_save(state, checkpoint_id=partial, process_group=job.group)
     except BaseException:
@@ -56,6 +62,14 @@ def write_behind(job: Job, state: dict[str, Any]) -> Future[Path]:
         try:
             saved.result()
             return _finish(job, partial)
+        except BaseException as error:
+            if first:  # perhaps nobody waits any more
+                logger.error(
+                    "the checkpoint of step %d was not written: %s: %s. Call wait() before "
+                    "destroy_process_group().",
+                    *(job.step, type(error).__name__, error),
+                )
+            raise
         finally:
             on_disk.stop(partial)
 

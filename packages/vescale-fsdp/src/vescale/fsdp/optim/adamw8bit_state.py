@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 
 from vescale.dtensor import DTensor, RaggedShard
-from vescale.fsdp.optim.checks import check_placed, check_same_layout, label_of
+from vescale.fsdp.optim.checks import check_memory, check_placed, check_same_layout, label_of
 from vescale.fsdp.optim.codebooks import zero_code
 from vescale.fsdp.optim.cuts import local_of, read_cut
 from vescale.fsdp.optim.quantize import encode
@@ -38,6 +38,7 @@ def check_param(param: torch.Tensor, group: Mapping[str, Any], label: str) -> No
         raise ValueError(f"{label} is {param.dtype}, expected one of {DTYPES}.")
     if group["stochastic_round"] and param.dtype == torch.float16:
         raise ValueError(f"{label} is float16, but stochastic_round=True is for bfloat16.")
+    check_memory(param, label)
     cut, tiling = read_cut(param, label), tiling_of(param, group)
     if cut is None or tiling is None or tiling.fits(cut.runs):
         return

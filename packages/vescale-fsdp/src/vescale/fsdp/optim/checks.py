@@ -120,10 +120,20 @@ def check_params(group: Mapping[str, Any], group_index: int, optimizer: str) -> 
                 "experts [experts, rows, cols], only; give it to another optimizer, such as AdamW: "
                 "split_params() tells which."
             )
+        check_memory(param, label)
         if param.is_complex():
             raise ValueError(f"{label} is complex ({param.dtype}), expected a real dtype.")
         read_cut(param, label)  # raises for placements that are not known
     check_once(group, group_index)
+
+
+def check_memory(param: torch.Tensor, label: str) -> None:
+    """Raise for a parameter on the meta device, beside which no state can be made."""
+    if param.is_meta:
+        raise ValueError(
+            f"{label} is on the meta device, and the state is made with the optimizer; call "
+            "vescale.fsdp.init_empty(model, device), or load the model alone, first."
+        )
 
 
 def check_once(group: Mapping[str, Any], group_index: int) -> None:
