@@ -14,6 +14,7 @@ from testing.ranks import DEVICE
 from vescale.fsdp import fully_shard
 from vescale.fsdp.checkpoint import CheckpointManager
 from vescale.fsdp.checkpoint.manifest import MANIFEST
+from vescale.fsdp.state_dict import get_optimizer_state_dict
 
 
 class Extra(nn.Module):
@@ -71,6 +72,7 @@ def check_one_rank_fails(rank, world_size, path):
     case(TypeError, "recursion", save, progress={"a": deep if last else 1})
     case(ValueError, "none of the model's", save, optimizer=wrong)
     case(TypeError, "model is a NoneType", save, model=None if last else model)
+    case(ValueError, "keep_last=0", CheckpointManager, path, keep_last=0 if last else 1)
     model.fails = "get" if last else ""
     case(KeyError, "no extra state", save)
     model.fails = ""
@@ -79,12 +81,32 @@ def check_one_rank_fails(rank, world_size, path):
     where = save()
     case(ValueError, "none of the model's", manager.load, model, wrong)
     case(TypeError, "model is a NoneType", manager.load, None if last else model)
+    case(TypeError, "PathLike", manager.load, model, checkpoint=3 if last else where)
+    with pytest.raises(ValueError, match="some ranks load from a checkpoint and others None"):
+        manager.load(model, checkpoint=where if last else None)
     model.fails = "get" if last else ""
     case(KeyError, "no extra state", manager.load, model)
     model.fails = "set" if last else ""
     case(KeyError, "no place for an extra state", manager.load, model)
     model.fails = ""
     assert manager.load(model, optimizer).checkpoint.path == where
+
+
+def check_what_cannot_be_saved(rank, world_size, path):
+    """Tensors without values, and two states of one name, are refused before a file is made."""
+    manager = CheckpointManager(path)
+    with torch.device("meta"):
+        empty = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="weight, bias are on the meta device and have no values"):
+        manager.save(1, empty)
+    model, optimizer = make(world_size)
+    other = torch.optim.SGD([model.layer.weight], lr=0.1)
+    match = r"layer.weight is in two optimizers, AdamW and SGD"
+    with pytest.raises(ValueError, match=match):
+        manager.save(1, model, [optimizer, other])
+    with pytest.raises(ValueError, match=match):
+        get_optimizer_state_dict(model, [optimizer, other])
+    assert not path.exists()
 
 
 def check_keys_of_progress(rank, world_size, path):
@@ -137,6 +159,7 @@ def check_none_usable(rank, world_size, path):
 
 def check_all(rank, world_size, path):
     check_one_rank_fails(rank, world_size, path / "fails")
+    check_what_cannot_be_saved(rank, world_size, path / "nothing")
     check_keys_of_progress(rank, world_size, path / "keys")
     check_chdir(rank, world_size, path)
     check_none_usable(rank, world_size, path / "broken")

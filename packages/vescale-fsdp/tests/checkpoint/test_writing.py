@@ -81,7 +81,7 @@ def check_nobody_waits(rank, world_size, path):
         manager.save(7, model)
         with pytest.raises((OSError, RuntimeError), match="no space left"):
             manager.wait()
-    text = "the checkpoint of step 7 was not written: OSError: no space left. Call wait() before"
+    text = "the checkpoint of step 7 was not written: OSError: no space left (wait() waits"
     assert [(level, line[: len(text)]) for level, line in told] == [("ERROR", text)][rank:]
     assert manager.wait() is None
     manager.save(8, model)

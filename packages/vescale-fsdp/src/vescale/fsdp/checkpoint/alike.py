@@ -83,7 +83,7 @@ def share_error(what: str, error: Exception | None, group: dist.ProcessGroup) ->
 def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return what each rank of ``group`` passes, any object that can be pickled."""
     values: list[Any] = [None] * group.size()
-    with waiting("exchange of what ranks found, for a checkpoint", group=group, aside=beside()):
+    with waiting("exchange of what ranks found for a checkpoint", group=group, aside=beside()):
         dist.all_gather_object(values, value, group=group)
     return values
 

@@ -21,6 +21,7 @@ from vescale.fsdp.checkpoint.progress import from_json, to_json
 from vescale.fsdp.checkpoint.rank_state import generators, pack, set_generators
 from vescale.fsdp.checkpoint.reading import MODEL, OPTIMIZER, RANKS, read, read_rank_state
 from vescale.fsdp.checkpoint.writing import Job, on_first_rank, share, write, write_behind
+from vescale.fsdp.materialize import meta_names
 from vescale.fsdp.state_dict import get_model_state_dict, get_optimizer_state_dict
 from vescale.fsdp.state_dict.loading import device_of
 from vescale.fsdp.state_dict.named_optimizers import NamedOptimizers, several
@@ -94,16 +95,19 @@ class CheckpointManager:
                 "init_process_group() first, with store=HashStore(), rank=0 and world_size=1 in "
                 "one process."
             )
-        bad = isinstance(keep_last, bool) or not isinstance(keep_last, int | None)
-        if bad or (keep_last is not None and keep_last < 1):
-            raise ValueError(f"keep_last={keep_last!r}, expected a positive integer or None.")
-        self.folder = Path(folder).absolute()  # os.chdir() does not move it
+        error = None
+        try:
+            _check_keep_last(keep_last)
+            self.folder = Path(folder).absolute()  # os.chdir() does not move it
+        except (TypeError, ValueError) as caught:
+            error = caught
         self._keep_last, self._checksums, self._same_keys = keep_last, checksums, same_keys
         self._asynchronous = asynchronous
         # Weakly: destroy_process_group ends the threads of a group only if nothing else holds it,
         # and a thread of gloo that lets go of a tensor while Python ends aborts the process.
         self._group_ref = weakref.ref(dist.new_group(backend="gloo", timeout=timeout))
         self._pending: Future[Path] | None = None
+        share_error("make a CheckpointManager", error, self._group)
 
     def save(
         self,
@@ -130,6 +134,7 @@ class CheckpointManager:
         try:
             _check_step(step)
             progress = to_json(progress)
+            _check_memory(model)
             state = {MODEL: get_model_state_dict(model), RANKS: self._own(model, rank_state)}
             if optimizers := several(optimizers):
                 named = NamedOptimizers(model, optimizers)
@@ -192,7 +197,7 @@ class CheckpointManager:
 
         One without a manifest is taken to be torch's own, of step 0.
         """
-        path = Path(path)
+        path = self._path(path)
 
         def look() -> Manifest | str:
             if not (path / on_disk.MANIFEST).exists():
@@ -232,6 +237,8 @@ class CheckpointManager:
         ``strict=False`` loads what fits by its name.
         """
         self.wait()
+        if len({*everyones(checkpoint is None, self._group)}) > 1:
+            raise ValueError("some ranks load from a checkpoint and others None; pass one to all.")
         if checkpoint is None:
             checkpoint, skipped = self._newest()
             _check_not_all_broken(self.folder, checkpoint, skipped)
@@ -256,6 +263,15 @@ class CheckpointManager:
                 "after torch.distributed.init_process_group()."
             )
         return group
+
+    def _path(self, given: Any) -> Path:
+        path, error = Path(), None
+        try:
+            path = Path(given).absolute()
+        except TypeError as caught:
+            error = caught
+        share_error("look at a checkpoint", error, self._group)
+        return path
 
     def _own(self, model: nn.Module, rank_state: Any) -> dict[str, Any]:
         rank = str(self._group.rank())
@@ -285,6 +301,20 @@ def _check_not_all_broken(folder: Path, found: Checkpoint | None, skipped: list[
         raise RuntimeError(
             f"{folder} has checkpoints, and none can be used: {'; '.join(broken)}. Repair them, or "
             "move them away to begin anew."
+        )
+
+
+def _check_keep_last(keep_last: int | None) -> None:
+    bad = isinstance(keep_last, bool) or not isinstance(keep_last, int | None)
+    if bad or (keep_last is not None and keep_last < 1):
+        raise ValueError(f"keep_last={keep_last!r}, expected a positive integer or None.")
+
+
+def _check_memory(model: nn.Module) -> None:
+    if isinstance(model, nn.Module) and (names := meta_names(model)):
+        raise ValueError(
+            f"{', '.join(names[:10])} are on the meta device and have no values to save; call "
+            "vescale.fsdp.init_empty(model, device), or load the model, first."
         )
 
 

@@ -65,8 +65,8 @@ def write_behind(job: Job, state: dict[str, Any]) -> Future[Path]:
         except BaseException as error:
             if first:  # perhaps nobody waits any more
                 logger.error(
-                    "the checkpoint of step %d was not written: %s: %s. Call wait() before "
-                    "destroy_process_group().",
+                    "the checkpoint of step %d was not written: %s: %s (wait() waits for a save, and "
+                    "destroy_process_group() ends it)",
                     *(job.step, type(error).__name__, error),
                 )
             raise

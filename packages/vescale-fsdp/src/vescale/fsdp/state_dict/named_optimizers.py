@@ -34,7 +34,7 @@ def several(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...
 class NamedOptimizers:
     """The optimizers of ``model``, with the FQN of each of their parameters.
 
-    Raises ValueError for a parameter that is none of the model's.
+    Raises ValueError for a parameter that is none of the model's, or that two of them have.
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> None:
@@ -44,9 +44,17 @@ class NamedOptimizers:
         self._params = [*params.values()]  # so that their ids stay theirs
         self._fqns = {id(param): self.names.clean(fqn) for fqn, param in params.items()}
         self.all_fqns = set(self._fqns.values())
+        seen: dict[int, Optimizer] = {}
         for optimizer in self.optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for param in group[PARAMS]:
+                    other = seen.setdefault(id(param), optimizer)
+                    if other is not optimizer:
+                        raise ValueError(
+                            f"{self._fqns.get(id(param))} is in two optimizers, "
+                            f"{type(other).__name__} and {type(optimizer).__name__}, and a state "
+                            "has one entry for each name; save and load these one by one."
+                        )
                     if id(param) not in self._fqns:
                         raise ValueError(
                             f"group {index} of {type(optimizer).__name__} holds a parameter "
