@@ -84,6 +84,7 @@ def test_what_travels_and_how_it_may_be_cut():
 def test_wrong_arguments():
     for options, match in (
         ({"dtype": torch.uint8}, "dtype=torch.uint8"),
+        ({"dtype": [torch.int8]}, r"dtype=\[torch.int8\], expected"),
         ({"block": 0}, "block=0"),
         ({"block": 2.0}, "block=2.0"),
         ({"block": True}, "block=True"),

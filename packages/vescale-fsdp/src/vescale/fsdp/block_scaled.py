@@ -32,7 +32,7 @@ class BlockScaled:
     block: int = 32
 
     def __post_init__(self) -> None:
-        if self.dtype not in LARGEST:
+        if not any(self.dtype is known for known in LARGEST):  # it may be anything
             raise ValueError(
                 f"BlockScaled: dtype={self.dtype!r}, expected torch.int8 or torch.float8_e4m3fn."
             )
