@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards and backwards in any order, held against an unsharded twin."""
 
+import copy
 import gc
 import weakref
 
@@ -493,8 +494,38 @@ def check_borrowed_only(rank, world_size):
 def check_replaced(rank, world_size):
     model, _ = pair()
     model.first.a.weight = nn.Parameter(torch.zeros(9, 6, device=DEVICE))
-    with pytest.raises(RuntimeError, match=r"a\.weight: the parameter was replaced"):
-        model(inputs(rank))
+    for _ in range(2):  # a forward that failed does not bring the old one back
+        with pytest.raises(RuntimeError, match=r"a\.weight: the parameter was replaced"):
+            model(inputs(rank))
+    assert not model.first.a.weight.any()
+    # While it is gathered: neither a reshard nor a state dict take the new one away.
+    model, _ = pair()
+    model.first.unshard()
+    new = model.first.a.weight = nn.Parameter(torch.zeros(9, 6, device=DEVICE))
+    model.first.reshard()
+    assert model.first.a.weight is new
+    assert model.state_dict()["first.a.weight"].data_ptr() == new.data_ptr()
+    model, _ = pair()
+    model.first.a.bias = None
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"a\.bias: the parameter was removed"):
+            model(inputs(rank))
+
+
+def check_module_replaced(rank, world_size):
+    """A copy of a model has what the model has, also where a module that held some is gone."""
+    model, _ = pair()
+    model(inputs(rank)).sum().backward()
+    model.zero_grad()
+    model.first.a = nn.Linear(6, 9, device=DEVICE).requires_grad_(False)
+    model.first.side = model.second.side = None
+    clone = copy.deepcopy(model)
+    for each in (model, clone):
+        each(inputs(rank)).sum().backward()
+    for (name, param), copied in zip(model.named_parameters(), clone.parameters(), strict=True):
+        assert (param.grad is None) == (copied.grad is None), name
+        if param.grad is not None:
+            assert torch.equal(param.grad.to_local(), copied.grad.to_local()), name
 
 
 def check_others(rank, world_size):
@@ -507,6 +538,7 @@ def check_others(rank, world_size):
     check_kinds(rank, world_size)
     check_borrowed_only(rank, world_size)
     check_replaced(rank, world_size)
+    check_module_replaced(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -82,7 +82,7 @@ def _copy_group(group: ParamGroup, memo: dict[int, Any]) -> ParamGroup:
                 for ref, name in item.slots
                 if (module := ref()) is not None and id(module) in memo
             ],
-            sharded=memo[id(item.sharded)],
+            sharded=copy.deepcopy(item.sharded, memo),  # of a module that is gone: only here
         )
         for item in group.managed
     ]

@@ -279,7 +279,7 @@ class ExtensionGroup(ParamGroup):
             self._free_storage()
         self.second_order = False
         self._enter(State.SHARDED)
-        self.managed[0].register(self.managed[0].sharded)
+        self.managed[0].put_back()
 
     def _free_storage(self) -> None:
         if self._packing is not None:

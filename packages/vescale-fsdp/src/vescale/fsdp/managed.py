@@ -146,17 +146,28 @@ class Managed:
             if module is not None:
                 module._parameters[name] = param
 
+    def put_back(self) -> None:
+        """Put the sharded form where the gathered one is. What others put there stays there."""
+        for module_ref, name in self.slots:
+            module = module_ref()
+            if module is None or self.gathered is None:
+                continue
+            if module._parameters.get(name) is self.gathered:
+                module._parameters[name] = self.sharded
+
     def check_registered(self) -> None:
-        """Raise RuntimeError if somebody put another parameter into one of the places."""
+        """Raise RuntimeError if somebody emptied one of the places, or put something else there."""
         for module_ref, name in self.slots:
             module = module_ref()
             if module is None:
                 continue
             found = module._parameters.get(name)
             if found is not self.sharded and found is not self.gathered:
+                done = "removed" if found is None else "replaced by another object"
                 raise RuntimeError(
-                    f"{self.fqn}: the parameter was replaced by another object after fully_shard; "
-                    "replace it before fully_shard, or copy values into the sharded parameter: "
+                    f"{self.fqn}: the parameter was {done} after fully_shard, as parametrizations "
+                    "and weight_norm do too; do it before fully_shard, or replace the module that "
+                    "holds it. To change values, copy them into the sharded parameter: "
                     "load_state_dict takes whole tensors; param.copy_ refuses plain ones and takes "
                     "vescale.dtensor.distribute_tensor(value, param.device_mesh, param.placements)."
                 )

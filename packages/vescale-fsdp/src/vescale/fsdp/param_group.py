@@ -180,7 +180,7 @@ class ParamGroup(ShardedGroup):
                 self._free_storage()
         self._enter(State.SHARDED)
         for item in self.managed:
-            item.register(item.sharded)
+            item.put_back()
 
     def set_keep_storage(self, keep: bool) -> None:
         """Choose whether full parameters keep their memory while they are not gathered."""
