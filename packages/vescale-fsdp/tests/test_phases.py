@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from testing.models import batch, build, loss_of
 from testing.ranks import DEVICE
-from vescale.fsdp import clip_grad_norm_, fully_shard, phase_board
+from vescale.fsdp import clip_grad_norm_, fully_shard, iter_full_parameters, phase_board
 from vescale.fsdp.phase_board import NO_WORD, Row, board, describe, ranges_of
 from vescale.fsdp.phases import HERE, waiting
+from vescale.fsdp.state_dict import StateDictOptions, get_model_state_dict
 
 
 def wrapped(timeout=3):
@@ -91,22 +92,32 @@ def test_a_rank_that_died_has_no_word(run_ranks):
     run_ranks(check_death, 3, exact=True)
 
 
-def check_other_path(rank, world_size):
-    """One rank is at the norm of the gradients, another at the next forward."""
+ALONE = {
+    "sum of gradient norms over ranks": lambda model: clip_grad_norm_(model, 1.0),
+    "gather of a full state": lambda model: get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)
+    ),
+    "gather of whole parameters": lambda model: [*iter_full_parameters(model)],
+}
+
+
+def check_other_path(rank, world_size, phase):
+    """One rank is at something else, another at the next forward."""
     model = wrapped()
-    clip = functools.partial(clip_grad_norm_, model, 1.0)
+    other = functools.partial(ALONE[phase], model)
     forward = functools.partial(loss_of, model, batch(1, rank, DEVICE))
     with pytest.raises(RuntimeError) as caught:
-        (clip if rank == 0 else forward)()
+        (other if rank == 0 else forward)()
     text = str(caught.value)
-    assert re.search("rank 0: sum of gradient norms over ranks, in or after forward 1", text), text
+    assert re.search(f"rank 0: {phase}, in or after forward 1", text), text
     assert re.search("rank 1: gather of the parameters of unit '.+', in or after forward 2", text)
 
 
-def test_ranks_on_different_paths_are_told_apart(run_ranks):
+@pytest.mark.parametrize("phase", ALONE)
+def test_ranks_on_different_paths_are_told_apart(run_ranks, phase):
     if DEVICE == "cuda":
         pytest.skip("NCCL reports a lost peer through its watchdog, after the timeout")
-    run_ranks(check_other_path, 2, exact=True)
+    run_ranks(check_other_path, 2, phase, exact=True)
 
 
 def fail():

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale.dtensor import redistribute_many
 from vescale.fsdp.fqns import sharded_parameters
 from vescale.fsdp.inference import ordinary_tensors
-from vescale.fsdp.phase_board import where_ranks_are
-from vescale.fsdp.phases import HERE
+from vescale.fsdp.phases import waiting
 
 
 def iter_full_parameters(
@@ -71,11 +70,12 @@ def _gather(
         }
         sharded = [name for name, part in parts.items() if isinstance(part, DTensor)]
         try:
-            moved = redistribute_many(
-                [parts[name] for name in sharded],
-                [[Replicate()] * parts[name].device_mesh.ndim for name in sharded],
-                bucket_bytes=8 * bucket_bytes,  # above an eighth of it a tensor travels alone
-            )
+            with waiting("gather of whole parameters"):
+                moved = redistribute_many(
+                    [parts[name] for name in sharded],
+                    [[Replicate()] * parts[name].device_mesh.ndim for name in sharded],
+                    bucket_bytes=8 * bucket_bytes,  # above an eighth of it a tensor travels alone
+                )
         except NotImplementedError:
             raise
         except RuntimeError as error:
@@ -83,7 +83,6 @@ def _gather(
             raise RuntimeError(
                 f"the gather of {first} and {len(others)} parameters after it failed: every rank "
                 f"must iterate to the same item, and one may have stopped or died: {error}"
-                f"{where_ranks_are(HERE)}"
             ) from error
         wholes = {**parts, **dict(zip(sharded, moved, strict=True))}
         return {name: _own(wholes[name], param, dtype) for name, param in bucket.items()}

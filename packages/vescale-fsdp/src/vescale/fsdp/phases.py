@@ -64,14 +64,15 @@ class Phase:
 
 
 HERE = Phase()
+_OF_THIS_RANK = (torch.OutOfMemoryError, NotImplementedError)
 
 
 class waiting:
     """Context of a collective: if it fails, the error names it and the phase of every rank.
 
-    What failed is what torch raises as RuntimeError, but for a lack of memory: that is no matter of
-    the other ranks, and stays ``torch.OutOfMemoryError``. ``aside``: in a thread beside training,
-    whose phase is not the rank's.
+    What failed is what torch raises as RuntimeError, but for a lack of memory and for what is not
+    implemented: they are no matter of the other ranks, and stay what they are. ``aside``: in a
+    thread beside training, whose phase is not the rank's.
     """
 
     __slots__ = ("_aside", "_before", "_group", "_unit", "_what")
@@ -102,7 +103,7 @@ class waiting:
     ) -> None:
         if HERE.listener is not None and not self._aside:
             HERE.listener.back()
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, RuntimeError) and not isinstance(error, _OF_THIS_RANK):
             rank = dist.get_rank() if dist.is_initialized() else 0
             what = _name(self._what, self._unit)
             raise RuntimeError(

@@ -18,6 +18,7 @@ from vescale.dtensor.matching import leaves, name_of
 from vescale.fsdp.checkpoint.alike import everyones, share_error
 from vescale.fsdp.checkpoint.rank_state import unpack
 from vescale.fsdp.materialize import materialize, meta_names
+from vescale.fsdp.phases import waiting
 from vescale.fsdp.state_dict import get_model_state_dict
 from vescale.fsdp.state_dict.loading import device_of, prepare, set_extra_states
 from vescale.fsdp.state_dict.named_optimizers import GROUPS, STATE, NamedOptimizers, several
@@ -66,7 +67,8 @@ def read(
         _check(path, state, saved, group, strict, others=others)
     absent = _take_out(state, saved)
     try:
-        dcp.load(state, checkpoint_id=path, process_group=group)
+        with waiting("read of a checkpoint", group=group):
+            dcp.load(state, checkpoint_id=path, process_group=group)
     except CheckpointException as error:
         rank, (reason, *_) = next(iter(error.failures.items()))
         raise RuntimeError(

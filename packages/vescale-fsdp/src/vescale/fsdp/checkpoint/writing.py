@@ -39,7 +39,8 @@ def write(job: Job, state: dict[str, Any]) -> Path:
     """Write ``state`` and return the published checkpoint. Raises the same on all ranks."""
     partial = _start(job)
     try:
-        dcp.save(state, checkpoint_id=partial, process_group=job.group)
+        with waiting("write of a checkpoint", group=job.group, aside=beside()):
+            dcp.save(state, checkpoint_id=partial, process_group=job.group)
         return _finish(job, partial)
     finally:
         on_disk.stop(partial)
@@ -65,8 +66,8 @@ def write_behind(job: Job, state: dict[str, Any]) -> Future[Path]:
         except BaseException as error:
             if first:  # perhaps nobody waits any more
                 logger.error(
-                    "the checkpoint of step %d was not written: %s: %s (wait() waits for a save, and "
-                    "destroy_process_group() ends it)",
+                    "the checkpoint of step %d was not written: %s: %s (wait() waits for a save, "
+                    "and destroy_process_group() ends it)",
                     *(job.step, type(error).__name__, error),
                 )
             raise

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from vescale.dtensor.state import full_state_dict
 from vescale.fsdp.fqns import sharded_parameters
 from vescale.fsdp.inference import ordinary_tensors
+from vescale.fsdp.phases import waiting
 from vescale.fsdp.state_dict.flat import flatten
 from vescale.fsdp.state_dict.loading import LoadedKeys, load_model
 from vescale.fsdp.state_dict.named_optimizers import NamedOptimizers, several
@@ -222,7 +223,8 @@ def _checked(
 def _handed_out(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     if options.full_state_dict:
         rank0_only = options.cpu_offload and dist.is_initialized()
-        return full_state_dict(state, rank0_only=rank0_only, cpu_offload=options.cpu_offload)
+        with waiting("gather of a full state"):
+            return full_state_dict(state, rank0_only=rank0_only, cpu_offload=options.cpu_offload)
     return _on_cpu(state) if options.cpu_offload else state
 
 

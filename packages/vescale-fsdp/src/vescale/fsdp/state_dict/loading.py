@@ -12,6 +12,7 @@ from vescale.dtensor.state import match_full_state
 from vescale.fsdp.agreement import agree
 from vescale.fsdp.fqns import groups_in
 from vescale.fsdp.materialize import materialize, meta_names
+from vescale.fsdp.phases import waiting
 from vescale.fsdp.state_dict.names import EXTRA_STATE, StateNames, Value
 from vescale.fsdp.units import units_of
 
@@ -63,7 +64,7 @@ def load_model(
     agree_on_load(device, "", _left_on_meta(lost) if lost else None)
     materialize(model, device)
     targets = StateNames(model).targets()
-    with torch.no_grad():
+    with torch.no_grad(), waiting("broadcast of a full state"):
         state.copy_into(targets)
     set_extra_states(model, targets, absent)
     return LoadedKeys(state.missing, state.unexpected)

@@ -49,7 +49,7 @@ def load_optimizers(
     targets = named.state()
     before = {fqn: values for fqn, values in named.held().items() if values}
     state = match_full_state(targets[STATE], given[STATE], src=src, strict=strict, parts=parts)
-    with torch.no_grad():
+    with torch.no_grad(), waiting("broadcast of a full state"):
         state.copy_into(targets[STATE])
     filled = {path[0] for path in state.described}
     kept = {fqn: v for fqn, v in targets[STATE].items() if fqn in filled or fqn in before}
