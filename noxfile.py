@@ -36,6 +36,14 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def types(session: nox.Session) -> None:
+    """Check the annotations of the packages, and of code that uses them, against torch's own."""
+    bin_dir = torch_env(session)
+    install(session, "types")
+    session.run("mypy", "--python-executable", str(bin_dir / "python"), *session.posargs)
+
+
+@nox.session
 def layers(session: nox.Session) -> None:
     """Check the arrows between layers; needs no torch."""
     install(session, "layers")

@@ -5,15 +5,22 @@ import functools
 import importlib.util
 import inspect
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 # Checked on 2.13: the type that torch's code knows to wait for, by ``wait`` or ``trigger_wait``.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import _mesh_resources  # checked on 2.13: get_current_mesh()
+from torch.distributed.device_mesh import (
+    DeviceMesh,
+    _mesh_resources,  # checked on 2.13: get_current_mesh()
+)
 from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Placement
 
 # Checked on 2.13: a spec is a plain object (free attributes), hashed by mesh, placements and meta.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -75,7 +82,7 @@ __all__ = [
 # Checked on 2.13: (cls, local_tensor, spec, *, requires_grad) builds the wrapper without running
 # ``__init__``; sizes and strides come from ``spec.tensor_meta``, dtype and device from the local
 # tensor; fills the slots ``_local_tensor`` and ``_spec``.
-wrap = TorchDTensor.__new__
+wrap: Any = TorchDTensor.__new__
 
 
 # Checked on 2.13: (cls, size, *, strides, dtype, device) makes a tensor without memory.
@@ -92,7 +99,14 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 _from_local_options = inspect.signature(TorchDTensor.from_local).parameters
 
 
-def from_local(local, mesh, placements, *, grad_placements=None, **options) -> TorchDTensor:
+def from_local(
+    local: torch.Tensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    *,
+    grad_placements: Sequence[Placement] | None = None,
+    **options: Any,
+) -> TorchDTensor:
     """Call torch's ``from_local``, which on 2.11 has no ``grad_placements``."""
     if grad_placements is not None:
         if "grad_placements" not in _from_local_options:
@@ -110,7 +124,7 @@ def from_local(local, mesh, placements, *, grad_placements=None, **options) -> T
 from_local_needs_gradient = "grad_placements" not in _from_local_options
 
 
-def current_mesh():
+def current_mesh() -> DeviceMesh:
     """Return the mesh of the innermost ``with mesh:`` block."""
     try:
         return _mesh_resources.get_current_mesh()
@@ -128,7 +142,7 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
-def on_backward_end(callback) -> None:
+def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that runs now has ended. Checked on 2.13."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -138,13 +152,13 @@ def implicit_replication_enabled() -> bool:
     return bool(TorchDTensor._op_dispatcher._allow_implicit_replication)
 
 
-def kernel(operator):
+def kernel(operator: Callable) -> Callable:
     """Return what ``operator(...)`` forwards to, a third faster to call. Checked on 2.13."""
     return getattr(operator, "_op", operator)
 
 
 @functools.cache
-def list_kernel(operator):
+def list_kernel(operator: Any) -> Callable:
     """Return torch's Python function of a ``_foreach_`` or ``_fused_`` operator, else the operator.
 
     The function reads lists of tensors in half the time. Checked on 2.13.
@@ -153,14 +167,15 @@ def list_kernel(operator):
     return getattr(torch, name, None) or kernel(operator)
 
 
-def enable_foreach(cls: type) -> None:
+def enable_foreach(cls: type[torch.Tensor]) -> None:
     """Let optimizers and ``clip_grad_norm_`` choose foreach for tensors of type ``cls``."""
-    for supported in (_optimizer_types, _clip_types):
+    lists: tuple[list, ...] = (_optimizer_types, _clip_types)
+    for supported in lists:
         if cls not in supported:
             supported.append(cls)
 
 
-def enable_subclass_dispatch(cls: type) -> object | None:
+def enable_subclass_dispatch(cls: type[torch.Tensor]) -> object | None:
     """Route operators on ``cls`` to its ``__torch_dispatch__`` on torch 2.11.
 
     That release sends every DTensor subclass to its C++ fast path. A rule registered with the
@@ -170,7 +185,7 @@ def enable_subclass_dispatch(cls: type) -> object | None:
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12):
         return None
 
-    def rule(_, func, types, args, kwargs):
+    def rule(_: Any, func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     library = torch.library.Library("aten", "FRAGMENT")
@@ -187,7 +202,7 @@ def replace_tensor_impl(tensor: torch.Tensor, fresh: torch.Tensor) -> None:
     keep pointing at the same Python object). A saved AccumulateGrad node of ``tensor`` would
     write to the old half, so such a tensor is refused.
     """
-    if tensor._use_count() > 1:
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]  # of C++, not in the stub
         raise RuntimeError(
             "cannot move this tensor between meta and a real device while an autograd graph "
             "holds it; finish or drop the backward pass first."
@@ -225,7 +240,9 @@ def torch_op_handlers() -> dict:
     return TorchDTensor._op_dispatcher._custom_op_handlers
 
 
-def strided_shard_indices(placement: _StridedShard, length: int, ranks: int, rank: int):
+def strided_shard_indices(
+    placement: _StridedShard, length: int, ranks: int, rank: int
+) -> np.ndarray:
     """Return the indices [kept] of a dim of ``length`` that ``placement`` leaves on ``rank``.
 
     Checked on 2.13: the placement splits a tensor on its ``dim``.
@@ -235,14 +252,14 @@ def strided_shard_indices(placement: _StridedShard, length: int, ranks: int, ran
     return parts[rank].reshape(-1).numpy()
 
 
-def compile_cuda_kernel(source: str, name: str):
+def compile_cuda_kernel(source: str, name: str) -> Callable:
     """Compile a CUDA kernel that includes curand's header; ``kernel(grid, block, args)`` runs it.
 
     Checked on 2.13 by reading alone: an int among ``args`` becomes a C int, a float a double.
     Raises RuntimeError where the header is not found.
     """
     found = importlib.util.find_spec("nvidia")
-    roots = [Path(root) for root in found.submodule_search_locations] if found else []
+    roots = [Path(root) for root in (found and found.submodule_search_locations) or ()]
     folders = [folder for root in roots for folder in sorted(root.glob("*/include"))]
     folders += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     folders += [folder / "cccl" for folder in folders]

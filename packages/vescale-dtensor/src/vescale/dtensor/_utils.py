@@ -52,5 +52,5 @@ def compute_global_tensor_info(
     if ragged_axis(placements) is None:
         shape, stride = compat.compute_global_tensor_info(tensor, mesh, placements)
         return list(shape), list(stride)
-    shape = derive_shape(tensor, mesh, placements)
-    return list(shape), list(contiguous_stride(shape))
+    sizes = derive_shape(tensor, mesh, placements)
+    return list(sizes), list(contiguous_stride(sizes))

@@ -6,6 +6,7 @@ DTensor class, handed in so that this module lies below it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -201,7 +202,7 @@ def derive_shape(
 ) -> tuple[int, ...]:
     """Return the global shape, if every rank can tell it alike from its ``local`` part."""
     axis = ragged_axis(placements)
-    ragged = placements[axis]
+    ragged: Any = placements[axis]
     if local.ndim == 1:
         raise ValueError(
             f"from_local got a flat part, {local.numel()} elements, which fits tensors of many "

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def start_gather(
         padded[: source.numel()].copy_(source)
         gathered = source.new_empty(largest * scale * len(numels))
 
-        def unpad():
+        def unpad() -> torch.Tensor:
             for part, row in zip(parts, gathered.view(len(numels), -1), strict=True):
                 part.copy_(row[: part.numel()])
             return out
@@ -149,7 +150,7 @@ def start_reduce_scatter(
     flat = _plain_memory(flat)
     rank, world_size = dist.get_rank(group), len(numels)
     owners = [peer for peer, numel in enumerate(numels) if numel]
-    options = {"op": REDUCE_OPS[op], "group": group, "async_op": async_op}
+    options: dict[str, Any] = {"op": REDUCE_OPS[op], "group": group, "async_op": async_op}
     if len(owners) == world_size and len(set(numels)) == 1:
         out = flat.new_empty(numels[rank])
         work = reduce_scatter_single(_as_real(out), _as_real(flat), **options)

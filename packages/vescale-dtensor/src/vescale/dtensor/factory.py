@@ -2,6 +2,7 @@
 """Make distributed tensors: from a whole tensor, or filled."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +15,9 @@ from vescale.dtensor._torch_compat import TorchDTensor, current_mesh
 from vescale.dtensor.layout import chunk_numels
 from vescale.dtensor.spec import (
     check_fits_every_rank,
-    layout_of,
     normalize_placements,
     ragged_axis,
+    ragged_layout_of,
     ragged_spec,
 )
 from vescale.dtensor.tensor import DTensor, adopt, make_ragged
@@ -62,7 +63,7 @@ def distribute_tensor(
     if src_data_rank is not None:  # else no other rank waits for this one
         check_fits_every_rank(mesh, placements, tensor.shape)
     spec = ragged_spec(mesh, placements, tensor.shape, tensor.dtype)
-    layout, whole = layout_of(spec), tensor.detach()
+    layout, whole = ragged_layout_of(spec), tensor.detach()
     if not whole.is_meta and whole.device.type != mesh.device_type:
         whole = whole.to(mesh.device_type)
     if mesh.get_coordinate() is None or whole.is_meta:
@@ -124,12 +125,12 @@ def _distribute_axis(
     return whole if source is None else comm.broadcast(whole, source, group)
 
 
-def empty(*size, **options) -> DTensor:
+def empty(*size: int | Sequence[int], **options: Any) -> DTensor:
     """Return an uninitialised DTensor; see ``zeros`` for the options."""
     return _make(size, options, lambda local: local)
 
 
-def zeros(*size, **options) -> DTensor:
+def zeros(*size: int | Sequence[int], **options: Any) -> DTensor:
     """Return a DTensor of zeros, made without communication or a whole tensor.
 
     ``size`` is the global shape, as ints or as one sequence. Options, as for torch's own
@@ -139,12 +140,12 @@ def zeros(*size, **options) -> DTensor:
     return _make(size, options, torch.Tensor.zero_)
 
 
-def ones(*size, **options) -> DTensor:
+def ones(*size: int | Sequence[int], **options: Any) -> DTensor:
     """Return a DTensor of ones; see ``zeros`` for the options."""
     return _make(size, options, lambda local: local.fill_(1))
 
 
-def full(size: Sequence[int], fill_value: complex, **options) -> DTensor:
+def full(size: Sequence[int], fill_value: complex, **options: Any) -> DTensor:
     """Return a DTensor filled with ``fill_value``; see ``zeros`` for the options.
 
     Without ``dtype`` it is the one that ``torch.full`` gives for ``fill_value``.
@@ -153,7 +154,7 @@ def full(size: Sequence[int], fill_value: complex, **options) -> DTensor:
     return _make((size,), options, lambda local: local.fill_(fill_value))
 
 
-def rand(*size, **options) -> DTensor:
+def rand(*size: int | Sequence[int], **options: Any) -> DTensor:
     """Return uniform numbers of [0, 1), the same as ``torch.rand`` gives on one device.
 
     So it is for every placement when all ranks' generators are in the same state. On the CPU a
@@ -163,7 +164,7 @@ def rand(*size, **options) -> DTensor:
     return _draw(torch.Tensor.uniform_, size, options)
 
 
-def randn(*size, **options) -> DTensor:
+def randn(*size: int | Sequence[int], **options: Any) -> DTensor:
     """Return standard normal numbers, the same as ``torch.randn`` on one device; see ``rand``."""
     return _draw(torch.Tensor.normal_, size, options)
 
@@ -174,17 +175,19 @@ def _make(size: tuple, options: dict, fill: Callable[[torch.Tensor], object]) ->
         x = adopt(torch_empty(shape, dtype=dtype, device_mesh=mesh, placements=placements))
     else:
         spec = ragged_spec(mesh, placements, shape, dtype)
-        numel = layout_of(spec).numel
+        numel = ragged_layout_of(spec).numel
         x = make_ragged(torch.empty(numel, dtype=dtype, device=mesh.device_type), spec)
     fill(x._local_tensor)
-    return x.requires_grad_(requires_grad)
+    x.requires_grad_(requires_grad)
+    return x
 
 
 def _draw(draw: Callable[[torch.Tensor], object], size: tuple, options: dict) -> DTensor:
     x = _make(size, {**options, "requires_grad": False}, lambda local: local)
     with torch.no_grad():
         draw(x)
-    return x.requires_grad_(options.get("requires_grad", False))
+    x.requires_grad_(options.get("requires_grad", False))
+    return x
 
 
 def _read(size: tuple, options: dict) -> tuple:

@@ -2,6 +2,7 @@
 """Move many DTensors in few collectives."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,14 +80,16 @@ def redistribute_many(
 
 class _RedistributeMany(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, targets, bucket_bytes, async_op, *xs):
+    def forward(
+        ctx: Any, targets: list, bucket_bytes: int, async_op: bool, *xs: DTensor
+    ) -> tuple[DTensor, ...]:
         ctx.bucket_bytes = bucket_bytes
         ctx.placements = [gradient_placements(x._spec.placements) for x in xs]
         ctx.set_materialize_grads(False)
         return tuple(_move_all(xs, targets, bucket_bytes, async_op))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: DTensor | None) -> tuple:
         used = [index for index, grad in enumerate(grads) if grad is not None]
         targets = [ctx.placements[index] for index in used]
         sources = [_as_ours(grads[index]) for index in used]
@@ -102,7 +105,7 @@ def _move_all(
     found = [_bucket_move(x, spec) for x, spec in zip(xs, specs, strict=True)]
     alone = [index for index, move in enumerate(found) if move is None]
     out: list[DTensor | None] = [None] * len(xs)
-    finishes = []
+    finishes: list[tuple] = []
     for bucket in _buckets(xs, found, bucket_bytes):
         group = xs[bucket[0]]._spec.mesh.get_group(found[bucket[0]].axis)
         locals_ = [settled(xs[index]._local_tensor) for index in bucket]
@@ -138,7 +141,8 @@ def _buckets(
     xs: Sequence[DTensor], found: Sequence[Move | None], bucket_bytes: int
 ) -> list[list[int]]:
     """Return lists of indices into ``xs`` that share a collective: the same on every rank."""
-    done, filling = [], {}
+    done: list[list[int]] = []
+    filling: dict[Any, Any] = {}
     for index, (x, move) in enumerate(zip(xs, found, strict=True)):
         if move is None:
             continue

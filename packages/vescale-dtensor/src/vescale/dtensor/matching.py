@@ -155,9 +155,10 @@ def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     redistributed, which is collective and, between different meshes, takes the whole tensor.
     """
     if isinstance(source, TorchDTensor):
-        source = _as_placed(target, source)
-        if source is None:
+        placed = _as_placed(target, source)
+        if placed is None:
             return
+        source = placed
     if not isinstance(target, TorchDTensor):
         target.detach().copy_(source)
         return

@@ -5,6 +5,7 @@ Every move is pack, one collective on flat memory, unpack. Moves of one kind can
 a collective: what goes to one rank is laid side by side.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -64,13 +65,14 @@ def find_move(spec: DTensorSpec, target_spec: DTensorSpec) -> Move | None:
         return None
     axis = changed[0]
     old, new = source[axis], target[axis]
-    if old.is_partial() and old.reduce_op not in comm.REDUCE_OPS:
+    if old.is_partial() and old.reduce_op not in comm.REDUCE_OPS:  # type: ignore[attr-defined]  # Partial
         return None
     if old.is_partial() and new.is_replicate():
         shape = specs.local_shape(spec)
         one = (math.prod(shape),)
         copied = lambda local: local.reshape(-1).clone()  # noqa: E731
-        return Move("all_reduce", axis, one, one, copied, lambda f: f.view(shape), old.reduce_op)
+        op = old.reduce_op  # type: ignore[attr-defined]  # Partial
+        return Move("all_reduce", axis, one, one, copied, lambda f: f.view(shape), op)
     others = specs.replace(source, axis, Replicate())
     if specs.ragged_axis(others) is not None:  # its cut comes after this one
         return None
@@ -90,8 +92,8 @@ def _find(
         case RaggedShard(), RaggedShard():
             if before.split_runs == after.split_runs:  # other names for the same ranges
                 return Move("local", axis, pack=_same)
-            counts = exchange_counts(before.split_numels, after.split_numels, rank)
-            return Move("exchange", axis, *map(tuple, counts))
+            send, receive = exchange_counts(before.split_numels, after.split_numels, rank)
+            return Move("exchange", axis, tuple(send), tuple(receive))
         case RaggedShard(), Shard():
             return Move("exchange", axis, *shard_exchange.ragged_to_shard(before, new.dim, rank))
         case Shard(), RaggedShard():
@@ -158,7 +160,7 @@ def start(
         pieces = pending.wait().split(lengths)
         return moves[index].unpack(torch.cat(pieces[index :: len(moves)]))
 
-    return [lambda index=index: finish(index) for index in range(len(moves))]
+    return [functools.partial(finish, index) for index in range(len(moves))]
 
 
 def _start(move: Move, flat: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Pending:

@@ -210,7 +210,7 @@ class RaggedShard(Placement):
 
     __str__ = __repr__
 
-    def __reduce__(self):  # the default would skip __init__, and with it the C++ base
+    def __reduce__(self) -> tuple:  # the default would skip __init__, and with it the C++ base
         return rebuild_ragged_shard, (self.dims, self.runs)
 
     def __copy__(self) -> "RaggedShard":
@@ -242,7 +242,7 @@ class _StridedRaggedShard(RaggedShard):
         self.split_factor = split_factor
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.split_factor == other.split_factor
+        return super().__eq__(other) and self.split_factor == other.split_factor  # type: ignore[attr-defined]  # equal types
 
     __hash__ = RaggedShard.__hash__
 
@@ -254,7 +254,7 @@ class _StridedRaggedShard(RaggedShard):
 
     __str__ = __repr__
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(self), (self.dims, self.local_units, self.split_factor)
 
 

@@ -166,7 +166,7 @@ def _reduce_other_axes(
     if pending:
         local = local.clone()
     for axis in pending:
-        op = spec.placements[axis].reduce_op
+        op = spec.placements[axis].reduce_op  # type: ignore[attr-defined]  # Partial
         local = comm.all_reduce(local, op, spec.mesh.get_group(axis))
         spec = _respec(spec, replace(spec.placements, axis, Replicate()))
     return local, spec
@@ -227,7 +227,7 @@ def _check_pair(
                     "RaggedShard; redistribute to Replicate or Shard first."
                 )
         if old.is_partial() and new != old:
-            ops.add(old.reduce_op)
+            ops.add(old.reduce_op)  # type: ignore[attr-defined]  # Partial
     if len(ops) > 1 or not ops <= comm.REDUCE_OPS.keys():
         raise NotImplementedError(
             f"cannot move from {source} to {target}: reductions {sorted(ops)} cannot be done in "

@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,11 +93,16 @@ def layout_of(spec: DTensorSpec) -> Layout | None:
     NotImplementedError for a placement that cannot be combined with a ragged one.
     """
     try:
-        return spec._vescale_layout
+        return spec._vescale_layout  # type: ignore[attr-defined]  # our own
     except AttributeError:
         pass
     layout = spec.__dict__[LAYOUT] = _layout(spec.mesh, spec.placements, spec.tensor_meta.shape)
     return layout
+
+
+def ragged_layout_of(spec: DTensorSpec) -> Layout:
+    """Return this rank's layout where some placement is known to be ragged."""
+    return layout_of(spec)
 
 
 def spec_with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -155,8 +161,9 @@ def check_fits_every_rank(
                 *(chunk_lengths(length, mesh.size(axis)) for length in lengths[placement.dim])
             )
     # Dims are sharded by axes of their own, so every combination is some rank's.
+    cut: Any = placements[ragged]
     for left in itertools.product(*(sorted(some, reverse=True) for some in lengths)):
-        _check_rows(placements[ragged], left, tuple(shape), "some ranks")
+        _check_rows(cut, left, tuple(shape), "some ranks")
 
 
 def _check_rows(
@@ -171,7 +178,7 @@ def _check_rows(
         )
 
 
-def check_is_ours(x: TorchDTensor) -> None:
+def check_is_ours(x: torch.Tensor) -> None:
     """Raise NotImplementedError when ``x`` is ragged and of torch's own class.
 
     torch's functions leave such a tensor uncut, so its local part is not what its spec says.

@@ -90,10 +90,12 @@ def _whole(x: torch.Tensor, rank0_only: bool, cpu_offload: bool) -> torch.Tensor
     """Return ``x`` whole, or None where only rank 0 is to have it."""
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     if isinstance(x, TorchDTensor):
-        x = _on_rank0(x) if rank0_only else adopt(x.detach()).full_tensor()
-    if not keep:
+        whole = _on_rank0(x) if rank0_only else adopt(x.detach()).full_tensor()
+    else:
+        whole = x
+    if not keep or whole is None:
         return None
-    return x.detach().cpu() if cpu_offload else x.detach()
+    return whole.detach().cpu() if cpu_offload else whole.detach()
 
 
 def _on_rank0(x: TorchDTensor) -> torch.Tensor | None:

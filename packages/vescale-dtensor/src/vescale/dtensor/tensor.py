@@ -7,6 +7,7 @@ larger buffer. Its global shape, strides and dtype are stored, never guessed fro
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,7 @@ from vescale.dtensor._torch_compat import (
     replace_tensor_impl,
     wrap,
 )
-from vescale.dtensor.ops import dispatch
+from vescale.dtensor.ops.dispatch import dispatch
 from vescale.dtensor.spec import (
     check_fits_every_rank,
     check_is_ours,
@@ -53,24 +54,26 @@ class DTensor(TorchDTensor):
         if layout is not None and local_tensor.shape != (layout.numel,):
             raise ValueError(
                 f"the local tensor has shape {tuple(local_tensor.shape)}, but {spec.placements} "
-                f"gives this rank {layout.numel} elements of {tuple(spec.tensor_meta.shape)}; "
+                f"gives this rank {layout.numel} elements of {tuple(self.shape)}; "
                 "pass them as one flat tensor."
             )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return (
-            f"DTensor(shape={tuple(self._spec.tensor_meta.shape)}, local={self._local_tensor}, "
+            f"DTensor(shape={tuple(self.shape)}, local={self._local_tensor}, "
             f"device_mesh={self._spec.mesh}, placements={self._spec.placements})"
         )
 
-    __torch_dispatch__ = classmethod(dispatch)
+    __torch_dispatch__: Any = classmethod(dispatch)
 
     @staticmethod
-    def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
+    def __tensor_unflatten__(
+        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
+    ) -> "DTensor":
         x = TorchDTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         return _as_ours(x)
 
-    def __getstate__(self):
+    def __getstate__(self) -> tuple[dict, dict]:
         # What a spec caches is derived, and no safe global of torch.load.
         spec = without_caches(self._spec)
         return self.__dict__, {"_local_tensor": settled(self._local_tensor), "_spec": spec}
@@ -260,13 +263,13 @@ class DTensor(TorchDTensor):
             return super().__create_chunk_list__()
         return checkpoint.chunk_list(self)
 
-    def __get_tensor_shard__(self, index) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         if layout_of(self._spec) is None:
             return super().__get_tensor_shard__(index)
         return checkpoint.tensor_shard(self, index)
 
 
-def adopt(x: TorchDTensor) -> DTensor:
+def adopt(x: torch.Tensor) -> DTensor:
     """Return torch's own DTensor ``x`` as our class, over the same local tensor; not recorded
     by autograd.
 
@@ -278,7 +281,7 @@ def adopt(x: TorchDTensor) -> DTensor:
     return _as_ours(x)
 
 
-def _as_ours(x: TorchDTensor) -> DTensor:
+def _as_ours(x: Any) -> DTensor:
     local = autograd.without_grad(x._local_tensor)
     return wrap(DTensor, local, x._spec, requires_grad=x.requires_grad)
 
@@ -293,13 +296,13 @@ def make_ragged(
     return wrap(DTensor, local_flat, spec, requires_grad=requires_grad)
 
 
-def local_of(dtensor: DTensor) -> torch.Tensor:
-    """Return the very tensor that ``dtensor`` holds: no view of it, and nothing recorded."""
-    return dtensor._local_tensor
+def local_of(dtensor: torch.Tensor) -> torch.Tensor:
+    """Return the very tensor that a DTensor holds: no view of it, and nothing recorded."""
+    return dtensor._local_tensor  # type: ignore[attr-defined]  # a Parameter may be a DTensor
 
 
-def set_local(dtensor: DTensor, local_flat: torch.Tensor) -> None:
-    """Replace the local tensor of ``dtensor``, in place: the Python object stays the same.
+def set_local(dtensor: Any, local_flat: torch.Tensor) -> None:
+    """Replace the local tensor of a DTensor, in place: the Python object stays the same.
 
     Its dtype and device follow ``local_flat``; placements and global shape stay. Hooks,
     ``requires_grad`` and being an ``nn.Parameter`` stay as well; ``.grad`` is dropped when the

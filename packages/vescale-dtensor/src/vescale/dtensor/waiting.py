@@ -2,7 +2,9 @@
 """A collective under way, and a tensor that waits for one on its first use."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,7 +17,9 @@ class Pending:
     def __init__(
         self, works: Sequence[dist.Work | None], finish: Callable[[], torch.Tensor]
     ) -> None:
-        self._works, self._finish, self._result = works, finish, None
+        self._works = works
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._result: torch.Tensor
 
     def wait(self) -> torch.Tensor:
         """Return the result; the second call returns the same tensor at once."""
@@ -36,39 +40,45 @@ class WaitingTensor(AsyncCollectiveTensor):
     dtype and the device, without memory.
     """
 
-    __slots__ = ("_finish", "_values")
+    __slots__ = ("_finish", "_ready")
+    _finish: Callable[[], torch.Tensor] | None
+    _ready: torch.Tensor
 
     @staticmethod
-    def __new__(cls, finish: Callable[[], torch.Tensor], like: torch.Tensor, device: torch.device):
+    def __new__(
+        cls, finish: Callable[[], torch.Tensor], like: torch.Tensor, device: torch.device
+    ) -> "WaitingTensor":
         self = make_wrapper(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
-        self._finish, self._values = finish, None
+        self._finish = finish
         return self
 
     def wait(self) -> torch.Tensor:
         """Return the values, an ordinary tensor; the same one on every call."""
         if self._finish is not None:
-            self._values, self._finish = self._finish(), None
-        return self._values
+            self._ready, self._finish = self._finish(), None
+        return self._ready
 
     trigger_wait = wait  # the name that torch's code calls
 
     def _get_acs_underlying_tensor(self) -> torch.Tensor:
         return self.wait()
 
-    def numpy(self, *, force: bool = False):
+    def numpy(self, *, force: bool = False) -> np.ndarray:
         return self.wait().numpy(force=force)
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return repr(self.wait())
 
-    def __reduce_ex__(self, protocol: int):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return self.wait().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         return self.wait().clone()
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch says TorchFunctionMode
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         args, kwargs = tree_map_only(WaitingTensor, WaitingTensor.wait, (args, kwargs or {}))
         return func(*args, **kwargs)
 

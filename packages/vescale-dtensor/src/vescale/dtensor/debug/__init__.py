@@ -2,13 +2,14 @@
 """Count collectives, and show which rank holds which part of a tensor."""
 
 import itertools
+from collections.abc import Iterator
 
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor.debug import visualize_sharding as torch_visualize_sharding
 
 from vescale.dtensor.debug._comm_mode import CommDebugMode
-from vescale.dtensor.layout import make_layout
-from vescale.dtensor.spec import base_block, check_is_ours, layout_of
+from vescale.dtensor.layout import Box, make_layout
+from vescale.dtensor.spec import base_block, check_is_ours, layout_of, ragged_layout_of
 from vescale.dtensor.tensor import DTensor
 
 __all__ = ["CommDebugMode", "sharding_table", "visualize_sharding"]
@@ -59,10 +60,10 @@ def sharding_table(dtensor: TorchDTensor) -> str:
     return "\n".join("  ".join([*map(str.ljust, row[:3], widths), row[3]]).rstrip() for row in rows)
 
 
-def _parts(dtensor: TorchDTensor):
+def _parts(dtensor: TorchDTensor) -> Iterator[tuple[str, str, str, str]]:
     """Yield (rank, coordinate, elements, part) of every rank, as text."""
-    spec, layout = dtensor._spec, layout_of(dtensor._spec)
-    mesh, shape = spec.mesh, tuple(spec.tensor_meta.shape)
+    spec, layout = dtensor._spec, ragged_layout_of(dtensor._spec)
+    mesh, shape = spec.mesh, tuple(dtensor.shape)
     ranks = mesh.mesh
     for coordinate in itertools.product(*map(range, mesh.shape)):
         base_shape, offset = base_block(shape, spec.placements, mesh.shape, coordinate)
@@ -72,7 +73,7 @@ def _parts(dtensor: TorchDTensor):
         yield str(int(ranks[coordinate])), str(coordinate), str(part.numel), boxes
 
 
-def _slices(box) -> str:
+def _slices(box: Box) -> str:
     sides = zip(box.offset, box.shape, strict=True)
     return f"[{', '.join(f'{start}:{start + length}' for start, length in sides)}]"
 

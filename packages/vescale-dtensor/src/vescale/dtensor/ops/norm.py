@@ -92,7 +92,7 @@ def norms(
     """Return the ``order``-norm of every tensor as a replicated scalar (plain for plain ones)."""
     specs = [getattr(x, "_spec", None) for x in tensors]
     parts = [getattr(x, "_local_tensor", x) for x in tensors]
-    out = [None] * len(tensors)
+    out: list = [None] * len(tensors)
     for mesh, members in _group(specs, parts):
         mine = [parts[i] for i in members]
         dtypes = {part.dtype for part in mine}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operators without a ragged operand."""
 
+from typing import Any
+
 import torch
 
 from vescale.dtensor._torch_compat import (
@@ -12,7 +14,9 @@ from vescale.dtensor._torch_compat import (
 )
 from vescale.dtensor.random.operators import HANDLERS as RANDOM
 
-_local_is_enough = {}  # operator -> whether its result on replicas is the replicated result
+_local_is_enough: dict[
+    Any, bool
+] = {}  # operator -> whether its result on replicas is the replicated result
 
 
 def plain(cls, func, args, kwargs):
@@ -26,7 +30,7 @@ def plain(cls, func, args, kwargs):
         enough = _judge(func)
         _local_is_enough[func] = enough
     if enough:
-        found = []
+        found: list = []
         if _collect_replicated(args, found) and _collect_replicated(kwargs.values(), found):
             return _run_local(cls, func, args, kwargs, found)
     elif func in RANDOM and args and isinstance(args[0], cls):

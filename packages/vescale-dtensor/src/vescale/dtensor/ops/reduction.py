@@ -9,6 +9,7 @@ axis combines them; the result is replicated there. Half types are summed in flo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ class Reduction:
     ``finish`` maps the combined values to the result.
     """
 
-    local: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+    local: Callable[[torch.Tensor, Any], torch.Tensor]
     op: str
     dtype: torch.dtype
     finish: Callable[[torch.Tensor], torch.Tensor]
@@ -156,4 +157,9 @@ def _renumber(placement: Placement, dims: Sequence[int]) -> Placement:
     return Shard(placement.dim - sum(dim < placement.dim for dim in dims))
 
 
-_PAIRWISE = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
+_PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}

@@ -63,7 +63,8 @@ def _view(func, args, kwargs, ref):
 
 def _unsqueeze(func, args, kwargs, ref):
     shape = list(ref.shape)
-    shape.insert(*checked_dims([args[1]], ref.ndim + 1), 1)
+    (dim,) = checked_dims([args[1]], ref.ndim + 1)
+    shape.insert(dim, 1)
     return view_as_shape(func, ref, shape)
 
 

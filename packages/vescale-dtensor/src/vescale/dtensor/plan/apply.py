@@ -104,7 +104,7 @@ def _parameter_placements(
         ruled = found.params.get(fqn, {})
         wanted = placements_on(ruled, mesh.ndim)
         for placed in ruled.values():
-            dim = getattr(placed.placement, "dim", None)
+            dim = getattr(placed.placement, "dim", 0)
             if placed.placement.is_shard() and not -param.ndim <= dim < param.ndim:
                 raise ValueError(
                     f"{placed.rule}: {fqn} has shape {tuple(param.shape)}, so no dim {dim} to "
@@ -139,14 +139,14 @@ def _place_inputs(
     order = list(inspect.signature(module.forward).parameters)
 
     def hook(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        args, kwargs = list(args), dict(kwargs)
+        given, kwargs = list(args), dict(kwargs)
         for argument, ruled in arguments.items():
             index = order.index(argument) if argument in order else argument
             if argument in kwargs:
                 kwargs[argument] = _move(kwargs[argument], ruled, mesh)
-            elif isinstance(index, int) and index < len(args):
-                args[index] = _move(args[index], ruled, mesh)
-        return tuple(args), kwargs
+            elif isinstance(index, int) and index < len(given):
+                given[index] = _move(given[index], ruled, mesh)
+        return tuple(given), kwargs
 
     return hook
 
@@ -190,4 +190,5 @@ def _move(x: Any, ruled: ByAxis, mesh: DeviceMesh, local: bool = False) -> Any:
 def _front(placement: Placement, ndim: int) -> Placement:
     """Return ``placement`` with a dim counted from the front."""
     dim = getattr(placement, "dim", 0)
-    return type(placement)(dim + ndim) if placement.is_shard() and dim < 0 else placement
+    kind: Callable[[int], Placement] = type(placement)
+    return kind(dim + ndim) if placement.is_shard() and dim < 0 else placement

@@ -66,9 +66,9 @@ def explain(
         for argument, ruled in found.inputs.get(fqn, {}).items():
             moves = {_arrival(placed.placement) for placed in ruled.values()}
             rows.append(_row(f"{fqn or '(model)'} <- {argument}", ruled, found, _joined(moves)))
-        if ruled := found.outputs.get(fqn):
-            moves = {_departure(owner, fqn, axis, p, found) for axis, p in ruled.items()}
-            rows.append(_row(f"{fqn or '(model)'} ->", ruled, found, _joined(moves)))
+        if results := found.outputs.get(fqn):
+            moves = {_departure(owner, fqn, axis, p, found) for axis, p in results.items()}
+            rows.append(_row(f"{fqn or '(model)'} ->", results, found, _joined(moves)))
     return Explanation(found.axes, tuple(rows))
 
 

@@ -43,7 +43,8 @@ class GradientPlacements:
         params = [self._wanted[index] for index in waiting]
         with torch.no_grad():
             moved = redistribute_many(
-                [param.grad for param, _ in params], [wanted for _, wanted in params]
+                [param.grad for param, _ in params],  # type: ignore[misc]  # _note saw them
+                [wanted for _, wanted in params],
             )
         for (param, _), grad in zip(params, moved, strict=True):
             param.grad = grad if isinstance(param, DTensor) else grad.as_torch()

@@ -32,8 +32,8 @@ class Rule:
     local: bool = False
 
     def __str__(self) -> str:
-        what = dict(self.placements)
-        what = what.get(None, what)
+        placements = dict(self.placements)
+        what = placements.get(None, placements)
         mesh = "" if self.mesh is None else f", mesh={self.mesh!r}"
         return f"{self.kind}({self.pattern!r}, {what}{mesh}{', local=True' if self.local else ''})"
 
@@ -64,7 +64,7 @@ class Plan:
         placed so, all parts being of one shape. Tuples and lists are entered; what is no tensor, or
         is not passed, stays.
         """
-        return self._add("input", pattern, dict(arguments), mesh)
+        return self._add("input", pattern, dict(arguments.items()), mesh)
 
     def output(
         self, pattern: str, placement: Placement, *, mesh: str | None = None, local: bool = False
@@ -193,14 +193,14 @@ def clean(name: str) -> str:
     return name
 
 
-def _argument(rule: Rule, name: str, owner: nn.Module, argument: Argument) -> Argument:
+def _argument(rule: Rule, name: str, owner: nn.Module, argument: Argument | None) -> Argument:
     """Return the name of an argument of a forward; an index only for one without a name."""
     parameters = inspect.signature(owner.forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if argument in parameters or (
         isinstance(argument, str) and inspect.Parameter.VAR_KEYWORD in kinds
     ):
-        return argument
+        return argument  # type: ignore[return-value]  # a name
     if isinstance(argument, int) and argument >= 0:
         positional = [n for n, p in parameters.items() if p.kind in _POSITIONAL]
         if argument < len(positional):

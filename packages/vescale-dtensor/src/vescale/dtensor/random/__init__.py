@@ -45,7 +45,8 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, check: bool = True) -
     ValueError when they differ; a rank outside of ``mesh`` takes no part. Raises TypeError for a
     seed that is no int, ValueError for one that needs more than 64 bits.
     """
-    problem, kind = None, TypeError
+    problem: str | None = None
+    kind: type[Exception] = TypeError
     if isinstance(seed, bool) or not isinstance(seed, int):
         problem = f"manual_seed got seed={seed!r}, a {type(seed).__name__}; give an int"
     elif not -(2**63) <= seed < 2**64:

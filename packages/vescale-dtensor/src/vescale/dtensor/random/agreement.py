@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do all ranks have the same seed?"""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +21,7 @@ def check_agreement(seed: object, mesh: DeviceMesh | None) -> None:
             return
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     for group in groups:  # after the last axis all have heard of all
-        everyones = [None] * dist.get_world_size(group)
+        everyones: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyones, found, group=group)
         found = {rank: theirs for some in everyones for rank, theirs in some.items()}
     first = min(found)

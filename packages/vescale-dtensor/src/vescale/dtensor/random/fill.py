@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Placement
 
 from vescale.dtensor._torch_compat import TorchDTensor
 from vescale.dtensor.layout import contiguous_stride
@@ -60,7 +61,10 @@ def _fill_samples(
         raise NotImplementedError(
             f"{func} inside random.scope() with a tensor as its parameter; leave the scope for it."
         )
-    local, placements, mesh_shape, coordinate = x, (), (), ()
+    local: torch.Tensor = x
+    placements: tuple[Placement, ...] = ()
+    mesh_shape: tuple[int, ...] = ()
+    coordinate: tuple[int, ...] = ()
     if isinstance(x, TorchDTensor):
         local, placements, mesh = x._local_tensor, x._spec.placements, x._spec.mesh
         mesh_shape, coordinate = mesh.shape, mesh.get_coordinate()

@@ -6,6 +6,7 @@ as the first argument; it returns what the operator returns. While a batch is ac
 plain tensor, and handlers of factories are called too.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
-def _inplace(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+def _inplace(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, args, kwargs = args[0], args[1:], dict(kwargs)
     generator = kwargs.pop("generator", None)
     names = [argument.name for argument in func._schema.arguments[1 + len(args) :]]
@@ -28,10 +29,10 @@ def _inplace(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
     return x
 
 
-def _like(fill_func: Any):
+def _like(fill_func: Any) -> Callable:
     """``rand_like(x)`` and its like: an empty tensor, laid out as ``x``, and a fill."""
 
-    def handler(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+    def handler(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         out = _empty_like(args[0], kwargs)
         fill(fill_func, out, args[1:], kwargs.get("generator"))
         return out
@@ -39,25 +40,25 @@ def _like(fill_func: Any):
     return handler
 
 
-def _randint_like(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+def _randint_like(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     bounds = args[1:] if "low" in func._overloadname else (0, *args[1:])
     out = _empty_like(args[0], kwargs)
     fill(getattr(aten.random_, "from"), out, bounds, kwargs.get("generator"))
     return out
 
 
-def _bernoulli_p(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+def _bernoulli_p(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     out = torch.empty_like(args[0])
     fill(aten.bernoulli_.float, out, args[1:] or (kwargs["p"],), kwargs.get("generator"))
     return out
 
 
-def _bernoulli(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+def _bernoulli(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     out = torch.empty_like(args[0])
     return _coins(func, out, args[0], kwargs.get("generator"))
 
 
-def _bernoulli_(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
+def _bernoulli_(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x, p = args[0], args[1] if len(args) > 1 else kwargs["p"]
     if isinstance(p, TorchDTensor) or (active() is not None and isinstance(p, torch.Tensor)):
         return _coins(func, x, p, kwargs.get("generator"))
@@ -65,7 +66,7 @@ def _bernoulli_(func: Any, args: tuple, kwargs: dict) -> TorchDTensor:
     return x
 
 
-def _coins(func: Any, x: TorchDTensor, p: TorchDTensor, generator: Any) -> TorchDTensor:
+def _coins(func: Any, x: torch.Tensor, p: Any, generator: Any) -> torch.Tensor:
     """Fill ``x`` with 1 where a uniform number is below ``p``, as torch does on the CPU."""
     placed = _placed(x)
     if _placed(p) != placed or (p.shape, p.stride()) != (x.shape, x.stride()):
@@ -91,7 +92,7 @@ def _coins(func: Any, x: TorchDTensor, p: TorchDTensor, generator: Any) -> Torch
     return x
 
 
-def _native_dropout(func: Any, args: tuple, kwargs: dict) -> tuple[TorchDTensor, TorchDTensor]:
+def _native_dropout(func: Any, args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout as one operator: on accelerators, and where it is called by this name."""
     named = dict(zip(("input", "p", "train"), args, strict=False), **kwargs)
     x, p, train = named["input"], named["p"], named["train"]
@@ -116,7 +117,7 @@ def _dropout_mask(
     mask.copy_(aten.native_dropout.default(ones, p, True)[1])
 
 
-def _factory(fill_func: Any):
+def _factory(fill_func: Any) -> Callable:
     """``rand(size)`` and its like, of a batch: an empty tensor, and a fill."""
 
     def handler(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -147,7 +148,7 @@ def _replicated(x: torch.Tensor) -> bool:
     return all(placement.is_replicate() for placement in x._spec.placements)
 
 
-def _empty_like(x: TorchDTensor, kwargs: dict) -> TorchDTensor:
+def _empty_like(x: TorchDTensor, kwargs: dict) -> torch.Tensor:
     options = {name: kwargs[name] for name in OPTIONS if kwargs.get(name) is not None}
     return torch.empty_like(x, **options)
 

@@ -80,7 +80,7 @@ def strips_of(
         memory = tuple(shape[dim] for dim in order)
         return _strips([indices[dim] for dim in order], memory, 0)
     base = tuple(len(index) for index in indices)
-    start, end = placements[axis].split(base, coordinate[axis])
+    start, end = placements[axis].split(base, coordinate[axis])  # type: ignore[attr-defined]  # ragged
     return [
         strip
         for box in boxes_of_range(start, end, base)
@@ -166,7 +166,7 @@ def _indices(
     placements: Sequence[Placement],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
-) -> list[np.ndarray]:
+) -> list[np.ndarray | range]:
     """Return, for every dim, the indices that remain before a ragged cut, ascending."""
     indices: list[np.ndarray | range] = [range(length) for length in shape]
     for axis, placement in enumerate(placements):

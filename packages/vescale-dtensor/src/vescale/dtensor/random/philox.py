@@ -7,6 +7,7 @@ Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ def dropout_vector(numel: int, itemsize: int) -> int:
     return vector
 
 
-def philox(c0, c1, c2, c3, k0: int, k1: int) -> np.ndarray:
+def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: int, k1: int) -> np.ndarray:
     """Return Philox4x32-10 of counters (c0, c1, c2, c3) under a key, as uint32 [..., 4]."""
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in np.broadcast_arrays(c0, c1, c2, c3))
     for _ in range(10):

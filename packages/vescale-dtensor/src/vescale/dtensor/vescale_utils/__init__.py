@@ -6,6 +6,7 @@ New code needs none of them: ``DTensor.local_block`` and ``vescale.dtensor.layou
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +69,8 @@ def get_ragged_shard(placements: Sequence[Placement]) -> tuple[int, RaggedShard]
     axis = ragged_axis(placements)
     if axis is None:
         raise ValueError(f"no RaggedShard among the placements {tuple(placements)}.")
-    return axis, placements[axis]
+    ragged: Any = placements[axis]
+    return axis, ragged
 
 
 def substitute_ragged_with_replicate(placements: Sequence[Placement]) -> tuple[Placement, ...]:
