@@ -3,6 +3,7 @@
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import vescale.fsdp._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 from vescale.fsdp.block_scaled import BlockScaled
@@ -59,9 +60,15 @@ __all__ = [
 
 _MODULES = ("checkpoint", "inspect", "optim", "state_dict")
 
+if TYPE_CHECKING:  # to a checker, __getattr__ would make every misspelt name a module
+    from vescale.fsdp import checkpoint as checkpoint
+    from vescale.fsdp import inspect as inspect
+    from vescale.fsdp import optim as optim
+    from vescale.fsdp import state_dict as state_dict
+else:
 
-def __getattr__(name: str) -> ModuleType:
-    """Import a public module where it is used as an attribute, ``vescale.fsdp.optim.Muon``."""
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        """Import a public module where it is used as an attribute, ``vescale.fsdp.optim.Muon``."""
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

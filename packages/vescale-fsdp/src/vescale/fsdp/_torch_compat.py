@@ -79,7 +79,7 @@ def reentrant_checkpoint() -> FrameType | None:
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             found = frame
-        frame = frame.f_back
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return found
 
 

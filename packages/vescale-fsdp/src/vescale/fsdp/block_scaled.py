@@ -113,7 +113,15 @@ def _regions(
     for row, row_tiles, height in _spans(shape[0], block):
         for col, col_tiles, width in _spans(shape[1], block):
 
-            def at(matrix, row=row, n=row_tiles, height=height, col=col, m=col_tiles, width=width):
+            def at(
+                matrix: torch.Tensor,
+                row: int = row,
+                n: int = row_tiles,
+                height: int = height,
+                col: int = col,
+                m: int = col_tiles,
+                width: int = width,
+            ) -> torch.Tensor:
                 part = matrix[row : row + n * height, col : col + m * width]
                 return part.unflatten(1, (m, width)).unflatten(0, (n, height))
 

@@ -18,10 +18,10 @@ from vescale.fsdp.extension import check_rows, has_extension
 from vescale.fsdp.granularity import Granularity, resolve_granularity
 from vescale.fsdp.managed import OWNER_ATTRIBUTE, Managed
 from vescale.fsdp.module import FSDPModule
-from vescale.fsdp.offload import OffloadPolicy, offloads
+from vescale.fsdp.offload import offloads
 from vescale.fsdp.parallel import parallel_of
 from vescale.fsdp.param_group import ParamGroup
-from vescale.fsdp.policy import MixedPrecisionPolicy, policy_for
+from vescale.fsdp.policy import MixedPrecisionPolicy, OffloadPolicy, policy_for
 from vescale.fsdp.shard_placement import PlacementFn, data_mesh_for
 from vescale.fsdp.wrap_arguments import names_of
 
@@ -96,7 +96,8 @@ def own_params(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list
 
 
 def _check_param(fqn: str, param: nn.Parameter) -> None:
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    lazy = nn.parameter.UninitializedTensorMixin  # type: ignore[attr-defined]  # not in the stub
+    if isinstance(param, lazy):
         raise ValueError(f"{fqn} is not initialised; run one forward of the lazy module first.")
     if any(is_ragged_shard(p) for p in getattr(param, "placements", ())):
         raise ValueError(
@@ -192,7 +193,7 @@ def split(items: list[Managed]) -> list[list[Managed]]:
     groups: dict[tuple, list[Managed]] = {}
     for item in items:
         param = item.original
-        key = (item.data, param.dtype, item.policy, param.requires_grad, item.uneven)
+        key: tuple = (item.data, param.dtype, item.policy, param.requires_grad, item.uneven)
         if has_extension(param):  # each has a gather of its own
             key = (id(item),)
         groups.setdefault(key, []).append(item)

@@ -5,6 +5,7 @@ A ``Collectives`` is what a buffer asks; other ways of communicating are subclas
 """
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -57,7 +58,7 @@ class Collectives:
             return self.all_gather(outputs[0], sources[0])
         return self._launch(
             [
-                lambda output=output, source=source: self.all_gather(output, source)
+                functools.partial(self.all_gather, output, source)
                 for output, source in zip(outputs, sources, strict=True)
             ]
         )
@@ -73,7 +74,7 @@ class Collectives:
             return self.reduce_scatter(outputs[0], sources[0], op)
         return self._launch(
             [
-                lambda output=output, source=source: self.reduce_scatter(output, source, op)
+                functools.partial(self.reduce_scatter, output, source, op)
                 for output, source in zip(outputs, sources, strict=True)
             ]
         )

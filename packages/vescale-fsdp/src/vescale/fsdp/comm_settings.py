@@ -6,10 +6,10 @@ from typing import Any
 from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.comm_options import KINDS, Custom, can_be_direct, separate_group
 from vescale.fsdp.custom_collectives import Comm
-from vescale.fsdp.units import groups_of
+from vescale.fsdp.units import ModuleMixin, groups_of
 
 
-class CommSettings:
+class CommSettings(ModuleMixin):
     """Mixed into ``FSDPModule``. Call them between two steps, alike on every rank."""
 
     def set_collectives(self, kind: str, *, recurse: bool = True) -> None:

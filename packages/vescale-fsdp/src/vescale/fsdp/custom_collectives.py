@@ -22,10 +22,9 @@ class Comm(Protocol):
     ) -> torch.Tensor:
         """Return memory for a call, which may be that of the last one."""
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any
-    ) -> Pending | None:
-        """Communicate over ``options["group"]``, asynchronously if ``options["async_op"]``."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Communicate; called with ``output_tensor``, ``input_tensor``, ``group``, ``async_op``
+        and, to reduce, ``op``. Return what has a ``wait()``, or None."""
 
 
 class CustomGather(Collectives):
@@ -90,7 +89,7 @@ class CustomReduce(Collectives):
 
 def _one_by_one(calls: Sequence[Callable[[], Pending | None]], *, in_place: bool) -> Pending:
     """Call the user's function for each lane; memory that it allocates may be that of the last."""
-    works = []
+    works: list[Pending | None] = []
     for call in calls:
         if works and works[-1] is not None and not in_place:
             works[-1].wait()

@@ -3,6 +3,7 @@
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +69,7 @@ class DataMesh:
         ``size`` divides ``shards``. Made on first use, when all its ranks must call this, and
         shared from then on.
         """
-        whole = self.shard_group
+        whole: Any = self.shard_group
         known = _subgroups.setdefault(whole, {})
         if size not in known:
             first = whole.rank() // size * size

@@ -8,6 +8,7 @@ Each optimizer is looked through at its first step, and again after a wrap.
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ def _held(optimizer: Optimizer, place_of: Callable[[nn.Parameter], Place | None]
 
 
 def _replaced_at(param: nn.Parameter) -> Place | None:
-    owner = getattr(param, OWNER_ATTRIBUTE, None)
+    owner: Any = getattr(param, OWNER_ATTRIBUTE, None)
     group = None if owner is None else owner[0]()  # None: the wrapped model is gone
     return None if group is None else (group, owner[1])
 

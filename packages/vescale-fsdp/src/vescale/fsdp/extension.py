@@ -179,7 +179,8 @@ class ExtensionGroup(ParamGroup):
         changed, self._version = version != self._version, version
         self._modified, self._gathered_before = self._gathered_before and changed, True
         with torch.inference_mode(False), torch.no_grad():
-            inputs, error = (), None
+            inputs: tuple[torch.Tensor, ...] = ()
+            error = None
             try:
                 inputs, self._metadata = self._inputs()
             except Exception as caught:
@@ -201,7 +202,7 @@ class ExtensionGroup(ParamGroup):
 
     def _inputs(self) -> tuple[tuple[torch.Tensor, ...], Any]:
         item = self.managed[0]
-        local = item.local.to(self.device)
+        local: Any = item.local.to(self.device)
         mesh = self.mesh if self.data.replicate_axis is None else self._shard_mesh()
         pre = local.fsdp_pre_all_gather
         if len(inspect.signature(pre).parameters) == 1:
@@ -232,8 +233,9 @@ class ExtensionGroup(ParamGroup):
             self.weights.free_full()
             self.weights.shard = None
             dtype = self.param_dtype
+            local: Any = item.local
             if item.gathered is None:
-                whole, inner = item.local.fsdp_post_all_gather(outputs, self._metadata, dtype)
+                whole, inner = local.fsdp_post_all_gather(outputs, self._metadata, dtype)
                 self._inner = tuple(inner)
                 self._make_whole(whole)
             else:
@@ -243,7 +245,7 @@ class ExtensionGroup(ParamGroup):
                     storage = tensor.untyped_storage()
                     if not storage.nbytes():
                         storage.resize_(self._sizes[id(tensor)])
-                item.local.fsdp_post_all_gather(outputs, self._metadata, dtype, out=item.gathered)
+                local.fsdp_post_all_gather(outputs, self._metadata, dtype, out=item.gathered)
                 if not self._modified:  # to autograd it is what it was
                     for tensor, version in zip(written, versions, strict=True):
                         set_version(tensor, version)

@@ -5,7 +5,7 @@ from vescale.fsdp._torch_compat import current_backward
 from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.schedule import Schedule
 from vescale.fsdp.unit import Unit
-from vescale.fsdp.units import unit_of
+from vescale.fsdp.units import ModuleMixin, unit_of
 
 
 class GradientReductionHandle:
@@ -33,7 +33,7 @@ class GradientReductionHandle:
         self._schedule = None
 
 
-class BackwardFinalization:
+class BackwardFinalization(ModuleMixin):
     """Mixed into ``FSDPModule``."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:

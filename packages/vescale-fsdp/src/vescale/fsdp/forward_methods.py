@@ -15,16 +15,17 @@ from vescale.fsdp.module import FSDPModule, run_gathered
 class ForwardMethod:
     """Stands in a module's ``__dict__`` for a method, without keeping the module alive."""
 
-    def __init__(self, module: nn.Module, method: Callable) -> None:
+    def __init__(self, module: FSDPModule, method: Callable) -> None:
         bound = inspect.ismethod(method) and method.__self__ is module
         self._module = weakref.ref(module)
         # Of a copy of the module, the same function serves the copy.
-        self._function, self._bound = (method.__func__, True) if bound else (method, False)
+        self._bound = bound
+        self._function: Callable = method.__func__ if bound else method  # type: ignore[attr-defined]  # bound
         functools.update_wrapper(self, self._function)
-        del self.__wrapped__  # it is called with other arguments
+        del self.__dict__["__wrapped__"]  # it is called with other arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+        module: Any = self._module()
         function = functools.partial(self._function, module) if self._bound else self._function
         return run_gathered(module, function, args, kwargs)
 

@@ -6,6 +6,7 @@ and a rank whose graph leaves some units out walks past them.
 """
 
 from collections import Counter
+from collections.abc import Set
 
 
 class ForwardRecord:
@@ -52,7 +53,7 @@ class ForwardRecord:
         return unit in self._times or unit in self.armed
 
     @property
-    def absent(self) -> set[int]:
+    def absent(self) -> Set[int]:
         """The units that this replica did not run, and another one may have."""
         return self.replicated.difference(self._times)
 

@@ -2,6 +2,7 @@
 """Whole parameters of a sharded model, a bucket at a time: for export and inference engines."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ def _gather(
 ) -> dict[str, torch.Tensor]:
     """Return the whole tensors of a bucket, in memory of their own."""
     with torch.no_grad():
-        parts = {
+        parts: dict[str, Any] = {
             name: param.detach().to(_sent_dtype(param, dtype)) for name, param in bucket.items()
         }
         sharded = [name for name, part in parts.items() if isinstance(part, DTensor)]
@@ -100,10 +101,9 @@ def _own(whole: torch.Tensor, param: nn.Parameter, dtype: torch.dtype | None) ->
 
 def _sent_dtype(param: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype to gather in: the narrower one."""
-    narrower = (
-        dtype is not None and param.is_floating_point() and dtype.itemsize <= param.dtype.itemsize
-    )
-    return dtype if narrower else param.dtype
+    if dtype is None or not param.is_floating_point() or dtype.itemsize > param.dtype.itemsize:
+        return param.dtype
+    return dtype
 
 
 def _buckets(

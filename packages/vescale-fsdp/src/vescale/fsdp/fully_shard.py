@@ -3,7 +3,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -57,18 +57,46 @@ from vescale.fsdp.wrap_arguments import (
 
 _wrapped_classes: dict[type, type] = {}
 
-
-@overload
-def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
+Wrapped = TypeVar("Wrapped", bound=nn.Module)  # lists of one kind of module are lists of modules
 
 
 @overload
-def fully_shard(module: list[nn.Module], **options: Any) -> list[FSDPModule]: ...
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = ...,
+    lanes: int | Literal["auto"] = ...,
+    gather_as: BlockScaled | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[Wrapped],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    granularity: Granularity | Callable[[str, nn.Parameter], Granularity] | None = ...,
+    lanes: int | Literal["auto"] = ...,
+    gather_as: BlockScaled | None = ...,
+) -> list[FSDPModule]: ...
 
 
 @ordinary_tensors
 def fully_shard(
-    module: nn.Module | list[nn.Module],
+    module: nn.Module | list[Wrapped],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -203,7 +231,7 @@ def fully_shard(
         if "forward" in each.__dict__:  # set on the instance, as torch.compile and others do
             register_fsdp_forward_method(each, "forward")
     note_wrap(groups)
-    return module
+    return module  # type: ignore[return-value]  # of that class by now
 
 
 def _group_of(
@@ -213,7 +241,7 @@ def _group_of(
     lanes: int | Literal["auto"],
     gather_as: BlockScaled | None,
 ) -> ParamGroup:
-    first = items[0]
+    first: Any = items[0]
     if has_extension(first.original):
         return ExtensionGroup(items, first.data, device, first.policy, offload, lanes)
     dtype = first.original.dtype

@@ -10,10 +10,10 @@ from torch import nn
 
 from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.unit import Unit
-from vescale.fsdp.units import groups_of, unit_of, units_of
+from vescale.fsdp.units import ModuleMixin, groups_of, unit_of, units_of
 
 
-class GatherSettings:
+class GatherSettings(ModuleMixin):
     """Mixed into ``FSDPModule``."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

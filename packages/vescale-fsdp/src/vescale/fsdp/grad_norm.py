@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -177,9 +177,7 @@ def _members(
     return values[torch.tensor(mine, device=values.device)]
 
 
-def _local_norms(
-    parts: list[torch.Tensor | None], order: float, device: torch.device
-) -> torch.Tensor:
+def _local_norms(parts: Sequence[Any], order: float, device: torch.device) -> torch.Tensor:
     """Return the norm of every part, float64 where there is; the neutral one for nothing."""
     wide = torch.float32 if device.type == "mps" else torch.float64
     neutral = math.inf if order < 0 else 0.0
@@ -226,8 +224,9 @@ def _without_partial(
     ]
     if not pending:
         return parts
-    targets = [_reduced(gradients[index]) for index in pending]
-    done = redistribute_many([gradients[index] for index in pending], targets)
+    partial: list[Any] = [gradients[index] for index in pending]
+    targets = [_reduced(grad) for grad in partial]
+    done = redistribute_many(partial, targets)
     for index, target, grad in zip(pending, targets, done, strict=True):
         parts[index], placed[index] = grad.to_local(), tuple(target)
     return parts
@@ -255,8 +254,9 @@ def _counts(home: Home, placements: Sequence[Placement]) -> bool:
 
 def _differs(home: Home, homes: dict[DeviceMesh | None, Home]) -> bool:
     """Tell whether ranks beyond the mesh of ``home`` may hold other tensors in its place."""
-    largest = max((other.mesh.size() for other in homes.values() if other.inside), default=0)
-    return home.inside and home.weight == 1 and home.mesh.size() < largest
+    sizes = {id(other): other.mesh.size() for other in homes.values() if other.mesh is not None}
+    largest = max((sizes[id(other)] for other in homes.values() if other.inside), default=0)
+    return home.inside and home.weight == 1 and sizes[id(home)] < largest
 
 
 def _device(homes: Iterable[Home], local: torch.device) -> torch.device:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give a model that was built on the meta device its memory and its first values."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ def _initialise(fqn: str, module: nn.Module, slots: _Slots, init: Init | None) -
     below = [(fresh, fresh.stamp()) for fresh in slots.under(module) if not fresh.done]
     if not mine and not (method and slots.under(module)):
         return
-    written = bool(mine and init) and _run(lambda: init(fqn, module), mine, slots)
+    written = bool(mine and init and _run(functools.partial(init, fqn, module), mine, slots))
     if method and not written and slots.all_fresh(module, recurse=not mine):
         _run(method, mine, slots)
     for fresh, stamp in below:
@@ -317,9 +318,10 @@ def _agree_over(
     mesh: DeviceMesh | None, device: torch.device, lost: str, error: Exception | None
 ) -> None:
     """Raise on all ranks of the mesh what one of them found."""
-    for axis in range(mesh.ndim if mesh is not None and mesh.get_coordinate() else 0):
+    groups = mesh.get_all_groups() if mesh is not None and mesh.get_coordinate() else []
+    for group in groups:
         try:
-            agree(mesh.get_group(axis), device, "initialise the model", lost, error)
+            agree(group, device, "initialise the model", lost, error)
         except Exception as caught:
             error = caught  # the other axes are told too
     if error is not None:

@@ -76,10 +76,12 @@ class LaneSearch:
             if len(lanes) in counts:
                 bound = itemsize * sum(map(self.bound, lanes)) + lane_nbytes * len(lanes)
                 divisions.append((bound, len(lanes), lanes))
-        best, chosen = math.inf, ()
+        best: float = math.inf
+        chosen: tuple[Kinds, ...] = ()
         if 1 in counts:  # known already
-            chosen = (tuple(range(len(self.kinds))),)
-            best = itemsize * self.shard(chosen[0]) + lane_nbytes
+            whole = tuple(range(len(self.kinds)))
+            chosen = (whole,)
+            best = itemsize * self.shard(whole) + lane_nbytes
         for bound, _, lanes in sorted(divisions):
             if chosen and (bound >= best or self.steps <= 0):
                 break

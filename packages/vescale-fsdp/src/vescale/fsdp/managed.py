@@ -4,12 +4,12 @@
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from vescale.dtensor import RaggedShard
+from vescale.dtensor import DTensorSpec, RaggedShard
 from vescale.dtensor.tensor import local_of, make_ragged, ragged_spec
 from vescale.fsdp.data_mesh import DataMesh
 from vescale.fsdp.granularity import Granularity, unit_runs
@@ -36,7 +36,7 @@ class Managed:
     data: DataMesh
     parallel: Parallel | None = None
     block: torch.Size = None
-    spec: object = None
+    spec: DTensorSpec = None
     local: torch.Tensor | None = None  # of the sharded form: a view of the shard
     sharded: nn.Parameter = None
     gathered: nn.Parameter | None = None
@@ -50,13 +50,18 @@ class Managed:
             self.block = self._original_part().shape
 
     def _original_part(self) -> torch.Tensor:
-        original = self.original.detach()
+        original: Any = self.original.detach()
         return original if self.parallel is None else original.to_local()
 
     @property
     def uneven(self) -> bool:
         """Whether other ranks of the parameter's own mesh divide a block of another shape."""
         return self.parallel is not None and self.parallel.uneven
+
+    def sharded_part(self) -> torch.Tensor:
+        """Return this rank's part of the sharded form, as ``to_local()`` does."""
+        sharded: Any = self.sharded
+        return sharded.to_local()
 
     def request(self) -> Request:
         """Return what the planner has to place."""

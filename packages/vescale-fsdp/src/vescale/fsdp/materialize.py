@@ -33,7 +33,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in fresh:
                         fresh[id(tensor)] = _allocate(tensor, device)
-                    registry[name] = fresh[id(tensor)]
+                    registry[name] = fresh[id(tensor)]  # type: ignore[assignment]  # of its kind
 
 
 def _allocate(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

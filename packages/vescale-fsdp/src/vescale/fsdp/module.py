@@ -49,7 +49,7 @@ class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSetti
 
     _vescale_runs = False  # RUNS, by its name: a guard of compiled code
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[misc]  # not of this class
         # Containers build slices of themselves with type(self)(...): those are plain modules.
         at = cls.__mro__.index(FSDPModule) + len(FSDPModule.__mro__) - 1  # what it was mixed into
         return cls.__mro__[at](*args, **kwargs)
@@ -128,7 +128,7 @@ class FSDPModule(GatherSettings, ReduceSettings, BackwardFinalization, CommSetti
         )
 
     @ordinary_tensors
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict with sharded parameters, as DTensors, without communication."""
         for unit in units_of(self, recurse=False):
             unit.put_back()
@@ -242,7 +242,7 @@ def _managed_names(module: nn.Module, unit: Unit) -> Iterator[tuple[ParamGroup, 
             yield group, index, names
 
 
-def _loadable(group: ParamGroup, index: int, value: torch.Tensor, *, assign: bool) -> torch.Tensor:
+def _loadable(group: ParamGroup, index: int, value: Any, *, assign: bool) -> torch.Tensor:
     """Return what ``_load_from_state_dict`` can take for a sharded parameter.
 
     No communication, but for DTensors as FSDP2 cuts tensor-parallel parameters.

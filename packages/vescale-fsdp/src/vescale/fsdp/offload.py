@@ -128,4 +128,4 @@ def host_copies(policy: OffloadPolicy, device: torch.device) -> HostCopies | Non
     """
     if not offloads(policy) or device.type == "cpu":
         return None
-    return _shared(device, policy.pin_memory)
+    return _shared(device, policy.pin_memory)  # type: ignore[attr-defined]  # a CPUOffloadPolicy

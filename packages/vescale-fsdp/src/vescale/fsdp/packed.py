@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several tensors of any dtype and shape in one gather of bytes."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -29,13 +31,14 @@ class Packing:
     ) -> None:
         self._fqn, self._device = fqn, device
         mine = f"{type(error).__name__}: {error}" if error is not None else _shapes(inputs)
-        every: list[Shapes | str] = [mine]
+        every: list[Any] = [mine]
         if group is not None and group.size() > 1:
             every = [mine] * group.size()
             with waiting(f"gather of the shapes of {fqn}", group=group):
                 dist.all_gather_object(every, mine, group=group)
         self._check(every, error)
-        self._mine, self._every = mine, every
+        self._mine = mine
+        self._every: list[Shapes] = every
         self._starts: list[int] = []
         self.nbytes = 0
         for sent in zip(*every, strict=True):
@@ -51,7 +54,7 @@ class Packing:
             self.memory = torch.empty(end, dtype=torch.uint8, device=device)
         self._results = tuple(self._result(i) for i in range(len(self._starts)))
 
-    def _check(self, every: list[Shapes | str], error: Exception | None) -> None:
+    def _check(self, every: list[Any], error: Exception | None) -> None:
         for rank, shapes in enumerate(every):
             if isinstance(shapes, str):
                 raise RuntimeError(

@@ -106,8 +106,8 @@ def parallel_of(
             f"{advice}"
         )
     shape = param.shape
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    strides = tuple(max(1, stride) for stride in strides)  # the gathered parts are row-major
+    row_major = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # as gathered parts are
+    strides = tuple(max(1, stride) for stride in row_major)
     data_axes = _data_axes(fqn, placements, mesh, data)
     if (data.mesh, mesh) not in whole_meshes:
         others = [mesh.mesh_dim_names[i] for i in range(mesh.ndim) if i not in data_axes]

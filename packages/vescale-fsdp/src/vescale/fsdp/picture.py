@@ -7,6 +7,7 @@ In the bar are its lanes, and in each lane the ranks, side by side.
 import math
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,7 +24,12 @@ COLOURS = (
     *("#c2e2f5", "#f8dfb2", "#b4e0d0", "#efd3e1", "#f8f3c8", "#bad2ec", "#f4cdb6", "#dcdcdc"),
 )
 INK, FAINT, PAPER = "#22262b", "#80868c", "#ffffff"
-PADDING = {"facecolor": "#f7f7f7", "edgecolor": "#b9bec3", "hatch": "/////", "linewidth": 0}
+PADDING: dict[str, Any] = {
+    "facecolor": "#f7f7f7",
+    "edgecolor": "#b9bec3",
+    "hatch": "/////",
+    "linewidth": 0,
+}
 WIDTH, LEFT, BARS, TOP, ROW, LEGEND = 11.0, 2.1, 7.2, 0.85, 0.62, 0.24  # inches
 NAMES = 0.16  # more of a row where each has the names of its ranks
 BAR_HEIGHT = 0.56  # of a row
@@ -153,5 +159,5 @@ def _padding(group: GroupLayout) -> str:
     return f"padding {group.plan.padding:.2%}" if group.plan.padding_numel else "no padding"
 
 
-def _text(fontsize: float, align: str, colour: str = INK) -> dict[str, object]:
+def _text(fontsize: float, align: str, colour: str = INK) -> dict[str, Any]:
     return {"fontsize": fontsize, "ha": align, "va": "center", "color": colour}

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any
 
 from vescale.fsdp.shard_search import search_layout
 from vescale.fsdp.validate import validate_plan
@@ -43,6 +44,11 @@ class Sizes:
     """How much of a planned buffer is tensors, and how much is padding."""
 
     __slots__ = ()
+
+    if TYPE_CHECKING:  # of the plans that derive from this
+        requests: Any
+        world_size: Any
+        shard_numel: Any
 
     @property
     def numel(self) -> int:

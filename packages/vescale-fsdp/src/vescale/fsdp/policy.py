@@ -2,6 +2,7 @@
 """Options of ``fully_shard``: torch's own value classes, and what may be in them."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ try:
 except ImportError:  # torch has it from 2.12 on
 
     @dataclasses.dataclass
-    class DataParallelMeshDims:
+    class DataParallelMeshDims:  # type: ignore[no-redef]  # as torch has it
         """Names of the axes of a larger mesh that shard and replicate; several make one axis."""
 
         shard: str | tuple[str, ...] | None = None
@@ -43,11 +44,11 @@ def check_policy(policy: MixedPrecisionPolicy) -> None:
             f"mp_policy={policy!r} is a {type(policy).__name__}, expected a MixedPrecisionPolicy; "
             "pass for example MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
         )
-    for field in _DTYPE_FIELDS:
-        dtype = getattr(policy, field)
+    for name in _DTYPE_FIELDS:
+        dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
-                f"mp_policy.{field}={dtype!r} is no floating-point dtype; pass for example "
+                f"mp_policy.{name}={dtype!r} is no floating-point dtype; pass for example "
                 "torch.bfloat16, or None to keep the parameters' dtype."
             )
     if not isinstance(policy.cast_forward_inputs, bool):
@@ -103,7 +104,8 @@ def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return ``policy`` for what is the same on every rank, as a function's name is not."""
     if getattr(policy, _OVERRIDE, None) is None:
         return policy
-    return dataclasses.replace(policy, **{_OVERRIDE: None})
+    plain: dict[str, Any] = {_OVERRIDE: None}
+    return dataclasses.replace(policy, **plain)
 
 
 def compute_dtype(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> torch.dtype:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from vescale.fsdp.arguments import check_bool
-from vescale.fsdp.units import reduce_options_of, unit_of, units_of
+from vescale.fsdp.units import ModuleMixin, reduce_options_of, unit_of, units_of
 
 
-class ReduceSettings:
+class ReduceSettings(ModuleMixin):
     """Mixed into ``FSDPModule``."""
 
     def set_requires_gradient_sync(

@@ -23,7 +23,7 @@ MOST_VIEWS = 1024  # kept for each buffer
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-_Geometry = tuple[torch.Size, tuple[int, ...], int]  # size, stride, offset
+_Geometry = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]  # size, stride, offset
 
 
 class Watch:
@@ -47,7 +47,7 @@ class Watch:
     def owner(self) -> object | None:
         """Whose method ``on_use`` is, or None if it is gone."""
         call = self._on_use()
-        return call.__self__ if call is not None else None
+        return getattr(call, "__self__", None)
 
     @property
     def version(self) -> int:

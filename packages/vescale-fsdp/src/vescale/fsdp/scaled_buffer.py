@@ -25,7 +25,9 @@ class ScaledBuffer(DBuffer):
     and scales stand for, in ``full_dtype``. What ``keep`` left is gathered as it is.
     """
 
-    def __init__(self, plan: AnyPlan, *args: Any, form: BlockScaled, shapes: Sequence, **options):
+    def __init__(
+        self, plan: AnyPlan, *args: Any, form: BlockScaled, shapes: Sequence, **options: Any
+    ) -> None:
         super().__init__(plan, *args, **options)
         self._form = form
         self._tilings = [form.tiling(shape, self.dtype) for shape in shapes]

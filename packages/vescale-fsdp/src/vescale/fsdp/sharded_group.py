@@ -7,7 +7,7 @@ local data is a view of the buffer's shard; optimizers and checkpoints see it.
 
 import copy
 import weakref
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -143,7 +143,7 @@ class ShardedGroup:
     @property
     def moved_alike(self) -> bool:
         """Whether the sharded parameters are of one device and dtype."""
-        locals_ = [item.sharded.to_local() for item in self.managed]
+        locals_ = [item.sharded_part() for item in self.managed]
         return len({(t.device, t.dtype) for t in locals_}) == 1
 
     def adopt_moved(self) -> None:
@@ -153,7 +153,7 @@ class ShardedGroup:
         memory of their own; their values are copied into one new shard of their new device and
         dtype and they become views of it again.
         """
-        locals_ = [item.sharded.to_local().detach() for item in self.managed]
+        locals_ = [item.sharded_part().detach() for item in self.managed]
         device, dtype = locals_[0].device, locals_[0].dtype
         if any((t.device, t.dtype) != (device, dtype) for t in locals_):
             raise RuntimeError(
@@ -201,7 +201,7 @@ class ShardedGroup:
         device, copies = home, None
         if offloads(self.offload) and home.type != "meta":
             device, copies = self.device, host_copies(self.offload, self.device)
-        options = {
+        options: dict[str, Any] = {
             "dtype": dtype,
             "device": device,
             "full_dtype": self.param_dtype,

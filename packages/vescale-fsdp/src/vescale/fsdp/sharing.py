@@ -2,6 +2,7 @@
 """Several roots, such as the chunks of a pipeline stage, that share what limits communication."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from vescale.fsdp.module import FSDPModule, become_root
 from vescale.fsdp.units import unit_of
@@ -18,7 +19,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         raise TypeError(
             f"modules is a {type(modules).__name__}, expected a list of wrapped modules."
         )
-    schedules = []
+    schedules: list[Any] = []
     for unit in [unit_of(module) for module in modules]:
         if unit.schedule is None:
             become_root(unit)

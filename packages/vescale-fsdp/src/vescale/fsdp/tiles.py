@@ -27,7 +27,7 @@ def check_block(block: BlockSize) -> BlockSize:
             f"block={block!r}, expected (rows, cols) of a tile, such as (32, 32), or the elements "
             "of a run of memory, such as 256."
         )
-    return tuple(sizes) if isinstance(block, tuple | list) else block
+    return tuple(sizes) if isinstance(block, tuple | list) else block  # type: ignore[return-value]  # of two
 
 
 def deserves_blocks(shape: Sequence[int]) -> bool:
@@ -67,7 +67,7 @@ class Tiling:
     def leading(self) -> int:
         """Leading dims that are rows; all for runs of memory."""
         flat = not isinstance(self.block, tuple)
-        return len(self.shape) if flat else leading_dims(self.shape, self.block[1])
+        return len(self.shape) if flat else leading_dims(self.shape, self.tile[1])
 
     @property
     def cols(self) -> int:

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the units behind the modules of a model."""
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from vescale.fsdp.param_group import ParamGroup
 from vescale.fsdp.reduction import ReduceOptions
 from vescale.fsdp.unit import Unit
+
+if TYPE_CHECKING:
+    ModuleMixin = nn.Module
+else:  # what is mixed into a module's class, and so has its attributes
+    ModuleMixin = object
 
 UNIT = "_vescale_unit"  # in the instance's __dict__, past nn.Module.__setattr__
 

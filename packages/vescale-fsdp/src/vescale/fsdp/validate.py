@@ -23,7 +23,7 @@ def validate_plan(plan: Plan | LanePlan) -> None:
     follow each other without a gap, for the same ranks, and none is empty beside others.
     """
     if hasattr(plan, "lanes"):
-        _check_lanes(plan)
+        _check_lanes(plan)  # type: ignore[arg-type]  # a LanePlan
     else:
         _check_buffer(plan)
 

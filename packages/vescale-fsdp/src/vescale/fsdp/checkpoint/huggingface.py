@@ -179,5 +179,5 @@ def _library() -> ModuleType:
 
 
 def _agree(device: torch.device, error: Exception | None) -> None:
-    groups = dist.group.WORLD if dist.is_initialized() else []
-    agree(groups, device, "read or write safetensors", "", error)
+    world = dist.group.WORLD
+    agree([] if world is None else world, device, "read or write safetensors", "", error)

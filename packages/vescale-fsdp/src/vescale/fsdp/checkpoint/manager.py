@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from vescale.fsdp.checkpoint import folder as on_disk
 from vescale.fsdp.checkpoint.alike import check_alike, everyones, share_error
-from vescale.fsdp.checkpoint.folder import Manifest, Skipped
+from vescale.fsdp.checkpoint.folder import Skipped
+from vescale.fsdp.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from vescale.fsdp.checkpoint.progress import from_json, to_json
 from vescale.fsdp.checkpoint.rank_state import generators, pack, set_generators
 from vescale.fsdp.checkpoint.reading import MODEL, OPTIMIZER, RANKS, read, read_rank_state
@@ -200,10 +201,10 @@ class CheckpointManager:
         path = self._path(path)
 
         def look() -> Manifest | str:
-            if not (path / on_disk.MANIFEST).exists():
+            if not (path / MANIFEST).exists():
                 return Manifest(0, 0, 0, {}, {})
             try:
-                manifest = on_disk.read_manifest(path)
+                manifest = read_manifest(path)
                 on_disk.check_sizes(path, manifest)
             except ValueError as error:
                 return str(error)

@@ -15,7 +15,8 @@ import torch
 def generators(device: torch.device) -> dict[str, Any]:
     """Return the states of the generators of Python, NumPy, torch, and of this rank's GPU."""
     version, numbers, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state()
+    ours: Any = np.random.get_state()
+    name, keys, place, has_gauss, cached = ours
     state = {
         "torch": torch.get_rng_state(),
         "python": [version, list(numbers), gauss],

@@ -194,7 +194,7 @@ def _take_out(state: dict[str, Any], saved: dict[Keys, Any]) -> set[str]:
     for keys, _ in [*leaves(state)]:
         if keys in saved or _is_option(keys):
             continue
-        place = state
+        place: Any = state
         for key in keys[:-1]:
             place = place[key]
         del place[keys[-1]]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from vescale.fsdp.checkpoint import folder as on_disk
 from vescale.fsdp.checkpoint.alike import beside, everyones
+from vescale.fsdp.checkpoint.manifest import Manifest
 from vescale.fsdp.phases import waiting
 
 logger = logging.getLogger("vescale.fsdp.checkpoint")
@@ -85,7 +86,8 @@ def on_first_rank(group: dist.ProcessGroup, what: str, action: Callable[[], Any]
 
     If it raises, so do all ranks: the first its error, the others RuntimeError with its text.
     """
-    answer, error = [None, None], None
+    answer: list[Any] = [None, None]
+    error = None
     if group.rank() == 0:
         try:
             answer[0] = action()
@@ -141,7 +143,7 @@ def _finish(job: Job, partial: Path) -> Path:
     checksums = {name: value for part, _ in answers for name, value in part.items()}
 
     def publish() -> Path:
-        manifest = on_disk.Manifest(
+        manifest = Manifest(
             job.step,
             on_disk.next_sequence(job.folder),
             job.group.size(),

@@ -58,11 +58,12 @@ def diff(a: Given, b: Given, *, group: dist.ProcessGroup | None = None) -> Diff:
         error = caught
     if not together:
         return _compare(*sides, None)
-    group = group or dist.group.WORLD
+    world: Any = group or dist.group.WORLD
     # Of a folder that cannot be read there is nothing to describe, and then that is the error.
     lines = [] if error else [line for each in sides for line in sorted(each.lines())]
-    agree(group, device_for(group), "compare their tensors", "\n".join(lines), error)
-    return _compare(*sides, group)
+    described = "\n".join(lines)
+    agree(world, device_for(world), "compare their tensors", described, error)
+    return _compare(*sides, world)
 
 
 def _needs_others(a: Side, b: Side) -> bool:
@@ -108,7 +109,8 @@ def _measured(
             return Measured(), 1
         return measure(*(each.read(path).reshape(-1) for each in (a, b))), 1
     target = _placed(a, b, path)
-    x, y = (_as_placed(each, path, target) for each in (a, b))
+    pair: list[Any] = [_as_placed(each, path, target) for each in (a, b)]
+    x, y = pair
     if not isinstance(target, DTensor):
         part = measure(x.reshape(-1), y.reshape(-1))
         part.copy = None
@@ -120,7 +122,7 @@ def _measured(
         return Measured(), copies
     part = measure(*(each.to_local().reshape(-1) for each in (x, y)))
     for axis in axes:
-        part.copy = part.copy * target.device_mesh.size(axis) + coordinate[axis]
+        part.copy = (part.copy or 0) * target.device_mesh.size(axis) + coordinate[axis]
     if part.count:
         part.first = _place_in_whole(part.first, target)
     return part, copies
@@ -170,7 +172,7 @@ def _entry(
     path: Keys, a: Described | None, b: Described | None, found: Mapping[Keys, Measured]
 ) -> Difference:
     name, texts = name_of(path), (_text(a), _text(b))
-    shape = (a or b)[0]
+    shape = (a or b)[0]  # type: ignore[index]  # one has it
     if path not in found:
         status: Status = "only in a" if b is None else "only in b" if a is None else "shape"
         return Difference(name, status, *texts, numel=math.prod(shape))

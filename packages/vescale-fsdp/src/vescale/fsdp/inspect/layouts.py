@@ -25,10 +25,16 @@ class Group(Protocol):
     """What a layout needs to know of a parameter group."""
 
     name: str
-    plan: AnyPlan
     dtype: torch.dtype
-    param_dtype: torch.dtype | None
-    trainable: bool
+
+    @property
+    def plan(self) -> AnyPlan: ...
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...
+
+    @property
+    def trainable(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.optim.adam import adamw_
@@ -75,7 +76,7 @@ class AdamW8bit(Optimizer):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -120,7 +121,9 @@ class AdamW8bit(Optimizer):
             self._renew(param, index, i)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]  # one signature for torch's two
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient; no communication."""
         loss = None
         if closure is not None:
@@ -193,8 +196,8 @@ class AdamW8bit(Optimizer):
                 copies.append((local, flat))
             parts = parts_of(param, flat, state, tiling_of(param, group), key, label)
             by_step.setdefault(step, []).extend(parts)
-        for step, parts in by_step.items():
-            for batch in batched(parts):
+        for step, listed in by_step.items():
+            for batch in batched(listed):
                 _update(batch, group, step)
         for local, flat in copies:
             local.copy_(flat.view(local.shape))

@@ -73,11 +73,12 @@ def parts_of(
 
     ``flat`` is a view of it, or a copy where it is not contiguous.
     """
-    grad = local_of(param.grad).reshape(-1)
+    grad = local_of(param.grad).reshape(-1)  # type: ignore[arg-type]  # it has one
     start = 0
     if key is not None and (cut := read_cut(param, label)) is not None:
         start, _ = locate(cut.runs, cut.group.rank())
-    names, scales, band = FLOAT_STATE, (), 1
+    names, band = FLOAT_STATE, 1
+    scales: tuple[torch.Tensor, ...] = ()
     if tiling is not None:
         names, band = CODES, tiling.band_numel
         scales = tuple(local_of(state[name]).view(-1, tiling.grid[1]) for name in SCALES)
@@ -99,7 +100,8 @@ def parts_of(
 
 def batched(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yield ``parts`` in lists of at most ``BATCH_NUMEL`` elements, or of one part."""
-    batch, numel = [], 0
+    batch: list[Part] = []
+    numel = 0
     for part in parts:
         if batch and numel + part.param.numel() > BATCH_NUMEL:
             yield batch

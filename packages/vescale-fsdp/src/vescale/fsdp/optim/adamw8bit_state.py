@@ -32,7 +32,7 @@ def tiling_of(param: torch.Tensor, group: Mapping[str, Any]) -> Tiling | None:
     return Tiling(tuple(param.shape), group["block"])
 
 
-def check_param(param: torch.Tensor, group: Mapping[str, Any], label: str) -> None:
+def check_param(param: Any, group: Mapping[str, Any], label: str) -> None:
     """Raise for what AdamW8bit cannot optimize, on every rank alike."""
     if param.dtype not in DTYPES:
         raise ValueError(f"{label} is {param.dtype}, expected one of {DTYPES}.")
@@ -104,7 +104,7 @@ def _zeros(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format).detach()
 
 
-def _scale(param: torch.Tensor, tiling: Tiling, label: str) -> torch.Tensor:
+def _scale(param: torch.Tensor, tiling: Any, label: str) -> torch.Tensor:
     """Return zeros for one scale per block; each rank has those of the blocks that it holds."""
     if not isinstance(param, TorchDTensor):
         return torch.zeros(tiling.grid, device=param.device)

@@ -46,7 +46,7 @@ def row_blocks(
     """
     shape = tuple(shape)
     rows, cols = shape[-2:]
-    counts = split(fqn, shape) if split is not None else None
+    counts = split(fqn, shape) if split is not None else None  # type: ignore[arg-type]  # a split has names
     counts = (rows,) if counts is None else tuple(counts)
     wrong = sum(counts) != rows or any(type(n) is not int or n < 1 for n in counts)
     if wrong and (rows or counts != (0,)):

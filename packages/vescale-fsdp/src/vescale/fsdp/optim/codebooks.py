@@ -53,7 +53,7 @@ def _tables(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
     borders = rounding_borders(signed)
     first = torch.bucketize(least, borders, out_int32=True)
     borders = torch.cat((borders, torch.tensor([torch.inf])))  # above the last code
-    return tuple(t.to(device) for t in (dynamic_map(signed), borders, first))
+    return dynamic_map(signed).to(device), borders.to(device), first.to(device)
 
 
 def nearest_codes(parts: torch.Tensor, *, signed: bool) -> torch.Tensor:

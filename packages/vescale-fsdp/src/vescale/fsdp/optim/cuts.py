@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _runs(placement, shape: torch.Size, world_size: int) -> Runs | None:
+def _runs(placement: Any, shape: torch.Size, world_size: int) -> Runs | None:
     if is_ragged_shard(placement):
         return placement.split_runs(shape)
     if type(placement) is Shard and placement.dim == 0:

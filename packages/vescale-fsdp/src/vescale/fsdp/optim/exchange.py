@@ -47,7 +47,7 @@ class Side:
 
 def away_side(plan: RootPlan, indices: Sequence[int], rank: int) -> Side:
     """Return the layout of what ``rank`` holds of the matrices with another root."""
-    pieces = [[] for _ in range(plan.world_size)]
+    pieces: list[list] = [[] for _ in range(plan.world_size)]
     for index in indices:
         _, root = plan.home(index)
         if root != rank:
@@ -58,7 +58,7 @@ def away_side(plan: RootPlan, indices: Sequence[int], rank: int) -> Side:
 
 def home_side(plan: RootPlan, indices: Sequence[int], rank: int) -> Side:
     """Return the layout of what other ranks hold of the matrices whose root is ``rank``."""
-    pieces = [[] for _ in range(plan.world_size)]
+    pieces: list[list] = [[] for _ in range(plan.world_size)]
     for index in indices:
         _, root = plan.home(index)
         if root == rank:
@@ -70,7 +70,7 @@ def home_side(plan: RootPlan, indices: Sequence[int], rank: int) -> Side:
 
 def share_sides(plan: RootPlan, indices: Sequence[int], rank: int) -> tuple[Side, ...]:
     """Return, for each replica, the layout of what ``rank`` holds of the matrices solved there."""
-    pieces = [[] for _ in range(plan.replicas)]
+    pieces: list[list] = [[] for _ in range(plan.replicas)]
     for index in indices:
         replica, _ = plan.home(index)
         mine = [p for p in plan.matrices[index].pieces if p.rank == rank]
@@ -180,7 +180,8 @@ class OwnerGather:
 
     def chunks(self, indices: list[int]) -> list[list[int]]:
         """Return what is solved at once, of bounded size."""
-        chunks, numel = [], 0
+        chunks: list[list[int]] = []
+        numel = 0
         for index in indices:
             numel += self.plan.matrices[index].numel
             if not self.batched or not chunks or numel * self.dtype.itemsize > self.max_nbytes:
@@ -259,7 +260,8 @@ class _Pass:
     def finish(self, calls: _Calls) -> None:
         """Wait for the results, exchange them between replicas, and hand them out."""
         self._wait()
-        sides, buffers = (self.away,), [self.away_buffer]
+        sides: tuple[Side, ...] = (self.away,)
+        buffers = [self.away_buffer]
         if self.shares:
             self._share()
             sides, buffers = self.shares, self.share_buffers

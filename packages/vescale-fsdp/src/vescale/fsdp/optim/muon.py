@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from vescale.fsdp.arguments import check_bool
 from vescale.fsdp.optim.blocks import MatrixSplit, RowBlock, row_blocks
@@ -88,7 +89,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | torch.Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -161,7 +162,9 @@ class Muon(Optimizer):
             self._replan()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]  # one signature for torch's two
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter once; collective over each parameter's process group."""
         loss = None
         if closure is not None:
@@ -214,7 +217,7 @@ class Muon(Optimizer):
     def _planned(self) -> list[ParamGather]:
         if self._gathers is None:
             self._replan()
-        return self._gathers
+        return self._gathers  # type: ignore[return-value]  # made by now
 
     def _replan(self) -> None:
         cuts: dict[Any, list[Member]] = {}
@@ -259,7 +262,7 @@ class Muon(Optimizer):
     def _update_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
         # Views: the local part of a ragged tensor is flat even over one rank. Strides as in torch.
         weights = local_of(param).view(param.shape)
-        grad = local_of(param.grad)
+        grad = local_of(param.grad)  # type: ignore[arg-type]  # it has one
         mixed = mix(local_of(self._momentum(param)), grad, group).view(param.shape)
         blocks = self._blocks[param]
         matrices = [_rows_of(mixed, block).to(self._wire_dtype) for block in blocks]

@@ -16,15 +16,17 @@ def load_uncast(optimizer: Optimizer, state_dict: dict[str, Any], restore: Resto
     Groups are loaded, and hooks run, as torch does it; post hooks see what ``restore`` made.
     ``restore(param, saved)`` is called for each parameter of which ``state_dict`` holds state.
     """
-    saved = {}
+    saved: dict[str, Any] = {}
 
-    def withhold(_, final_state_dict):  # registered last: sees what other hooks made of it
+    def withhold(
+        _: Optimizer, final_state_dict: dict
+    ) -> dict:  # registered last: sees what other hooks made of it
         saved.update(final_state_dict)
         ids = {i for group in saved["param_groups"] for i in group["params"]}
         others = {key: value for key, value in saved["state"].items() if key not in ids}
         return {**final_state_dict, "state": others}
 
-    def hand_over(_):
+    def hand_over(_: Optimizer) -> None:
         ids = (i for group in saved["param_groups"] for i in group["params"])
         params = (p for group in optimizer.param_groups for p in group["params"])
         for saved_id, param in zip(ids, params, strict=True):

@@ -19,7 +19,8 @@ def plan_rounds(plan: RootPlan, itemsize: int, max_nbytes: int) -> tuple[Round, 
     buffers exceed ``max_nbytes``; a single job may. Matrices that nobody needs to send are in no
     round.
     """
-    rounds, current = [], []
+    rounds: list[tuple[int, ...]] = []
+    current: list[int] = []
     used: dict[tuple[int, int], int] = {}
     for jobs in _job_ranks(plan):
         need = _buffers(plan, jobs)
@@ -48,7 +49,8 @@ def fill_rounds(plan: RootPlan, rounds: tuple[Round, ...]) -> list[dict[int, lis
             left.setdefault(plan.roots[index], []).append(index)
     filled = []
     for loads in [_loads(plan, indices) for indices in rounds[:-1]]:
-        longest, extra = max(loads.values()), {}
+        longest = max(loads.values())
+        extra: dict[int, list[int]] = {}
         for root, mine in left.items():
             load = loads.get(root, 0)
             while mine and load + plan.matrices[mine[-1]].cost <= longest:

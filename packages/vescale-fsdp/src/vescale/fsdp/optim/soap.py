@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from vescale.dtensor import DTensor, RaggedShard
 from vescale.fsdp.arguments import check_bool
@@ -78,7 +79,7 @@ class SOAP(Optimizer):
 
     def __init__(
         self,
-        params,
+        params: ParamsT,
         lr: float | torch.Tensor = 3e-3,
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
@@ -139,7 +140,9 @@ class SOAP(Optimizer):
             gathers += self._plan([index])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # type: ignore[override]  # one signature for torch's two
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter once; collective over each parameter's process group."""
         loss = None
         if closure is not None:
@@ -200,7 +203,7 @@ class SOAP(Optimizer):
     def _planned(self) -> list[BlockGather]:
         if self._gathers is None:
             self._replan()
-        return self._gathers
+        return self._gathers  # type: ignore[return-value]  # made by now
 
     def _replan(self) -> None:
         self._bands: dict[torch.Tensor, tuple[RowBlock, ...]] = {}
@@ -236,7 +239,9 @@ class SOAP(Optimizer):
             if param not in self.state:
                 self.state[param] = self._new_state(param)
 
-    def _describer(self, group) -> Callable[[RowBlock, tuple[Piece, ...]], Matrix]:
+    def _describer(
+        self, group: Mapping[str, Any]
+    ) -> Callable[[RowBlock, tuple[Piece, ...]], Matrix]:
         frequency, size = group["precondition_frequency"], self._block_size
         return lambda band, pieces: matrix_of(band, pieces, size, frequency)
 
@@ -251,7 +256,7 @@ class SOAP(Optimizer):
                 for name, shape in state_shapes(band.rows, cols).items():
                     yield number, f"{number}.{place}.{name}", shape
 
-    def _new_state(self, param: torch.Tensor) -> dict[str, Any]:
+    def _new_state(self, param: Any) -> dict[str, Any]:
         """Return zeros: plain tensors for a whole parameter, else DTensors on the roots."""
         state = {"step": torch.tensor(0.0)}
         cut, owners = self._owners.get(param, (None, ()))
@@ -297,7 +302,7 @@ class SOAP(Optimizer):
         numbers = _numbers_in_params(gather.places)
         flats = [local_of(param).contiguous().view(-1) for param in gather.params]
 
-        def pack(index: int, out: torch.Tensor | None) -> None:
+        def pack(index: int, out: Any) -> None:
             number, piece = gather.local_piece(index)
             grad = gather.params[number].grad
             if grad is None:
@@ -321,7 +326,7 @@ class SOAP(Optimizer):
             if not local_of(param).is_contiguous():
                 local_of(param).copy_(flat.view(local_of(param).shape))
 
-    def _step_whole(self, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+    def _step_whole(self, param: Any, group: Mapping[str, Any]) -> None:
         self.state[param]["step"] += 1
         weights, grad = (local_of(t).view(param.shape) for t in (param, param.grad))
         for number, band in enumerate(self._bands[param]):
@@ -344,7 +349,8 @@ def _apply(weights: torch.Tensor, update: torch.Tensor, group: Mapping[str, Any]
 
 def _numbers_in_params(places: Sequence[tuple[int, RowBlock, int]]) -> list[int]:
     """Return for each matrix which one of its parameter's it is."""
-    numbers, seen = [], {}
+    numbers: list[int] = []
+    seen: dict[int, int] = {}
     for number, _, _ in places:
         numbers.append(seen.get(number, 0))
         seen[number] = numbers[-1] + 1

@@ -84,10 +84,11 @@ def split_params(
         fqn, param = pair
         names.setdefault(param, []).append(fqn)
 
-    muon_params, rest = [], []
+    muon_params: list = []
+    rest: list = []
     for param, fqns in names.items():
         choice = predicate(fqns[0], param) if predicate is not None else None
-        reason = "predicate"
+        reason: str | None = "predicate"
         if choice is None:
             reason = _reason_for_rest(param, fqns, param in embeddings)
             choice = reason is None
@@ -117,7 +118,7 @@ def _no_pairs(given: object) -> TypeError:
 def _embedding_weights(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            yield module.weight
+            yield module.weight  # type: ignore[misc]  # a Parameter
 
 
 def _reason_for_rest(param: nn.Parameter, fqns: list[str], is_embedding: bool) -> str | None:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,7 +60,11 @@ def _at(units: Sequence[Unit], setup: Setup, ranks: int) -> Simulation:
 
 def _draw_padding(axes: Axes, units: Sequence[Unit], setup: Setup) -> None:
     ranks = worlds(setup)
-    for lanes, label, colour in ((1, "one buffer", COLOURS[1]), ("auto", "lanes", COLOURS[5])):
+    choices: tuple[tuple[Any, str, str], ...] = (
+        (1, "one buffer", COLOURS[1]),
+        ("auto", "lanes", COLOURS[5]),
+    )
+    for lanes, label, colour in choices:
         values = [_at(units, replace(setup, lanes=lanes), n).padding for n in ranks]
         shown = [100 * max(value, LEAST_PADDING) for value in values]
         axes.plot(ranks, shown, "o-", color=colour, label=label, ms=4, lw=1.6)

@@ -65,7 +65,7 @@ def choices(
     Where nothing fits it says so, and what would help.
     """
     marked = {id(one) for one in chosen}
-    rows = [CHOICES]
+    rows: list[tuple[str, ...]] = [CHOICES]
     for one in found:
         mark = "<-" if id(one) in marked else ""
         rows.append((*_choice(one), mark if fits(one, memory) else "too large"))

@@ -99,8 +99,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 def agree_on_load(device: torch.device, description: str, error: Exception | None) -> None:
     """Raise on every rank what one of them found, or where their descriptions differ."""
-    groups = dist.group.WORLD if dist.is_initialized() else []
-    agree(groups, device, "load the full state", description, error)
+    world = dist.group.WORLD
+    agree([] if world is None else world, device, "load the full state", description, error)
 
 
 def _left_on_meta(names: list[str]) -> ValueError:

@@ -21,7 +21,7 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 def several(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
     """Return one optimizer or several as a tuple; raise TypeError for anything else."""
     listed = isinstance(optimizers, Iterable)
-    found = tuple(optimizers) if listed else (optimizers,)
+    found = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(

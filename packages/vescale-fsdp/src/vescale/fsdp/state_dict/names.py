@@ -122,7 +122,7 @@ def _equal(one: Any, other: Any) -> bool:
     return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 
-def _same_part(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_part(one: Any, other: Any) -> bool:
     """Compare this rank's parts: ranks that find a difference tell the others."""
     if not (hasattr(one, "to_local") and hasattr(other, "to_local")):
         return False

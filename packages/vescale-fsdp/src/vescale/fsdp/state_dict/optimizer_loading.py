@@ -31,7 +31,8 @@ def load_optimizers(
     hold DTensors.
     """
     prepare(model)
-    device, named, given, error = device_of(model), None, {STATE: {}, GROUPS: []}, None
+    device, named, error = device_of(model), None, None
+    given: dict[str, Any] = {STATE: {}, GROUPS: []}
     src = src if dist.is_initialized() else None
     try:
         named = NamedOptimizers(model, optimizers)
