@@ -7,6 +7,7 @@ Importing this package patches nothing and prints nothing.
 """
 
 import importlib.metadata
+from typing import TYPE_CHECKING
 
 import vescale.legacy._shadow  # noqa: F401  first: refuses to load beside the old `vescale`
 
@@ -78,7 +79,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
-    if name == "__version__":
-        return importlib.metadata.version("vescale-legacy")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:  # to a checker, __getattr__ would make every misspelt name a str
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        if name == "__version__":
+            return importlib.metadata.version("vescale-legacy")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,8 +34,9 @@ def check_namespace(package: ModuleType) -> None:
     spec = importlib.util.find_spec(f"{package.__name__}.dtensor")
     if spec is not None and spec.origin is None:
         raise ImportError(
-            f"{list(spec.submodule_search_locations)} has no __init__.py, so vescale.dtensor is "
-            f"incomplete, as `pip uninstall vescale` leaves it; run `{REINSTALL}`.",
+            f"{list(spec.submodule_search_locations or ())} has no __init__.py, so "
+            "vescale.dtensor is incomplete, as `pip uninstall vescale` leaves it; run "
+            f"`{REINSTALL}`.",
             name=spec.name,
         )
 

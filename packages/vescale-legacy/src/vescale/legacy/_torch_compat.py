@@ -91,7 +91,7 @@ def argument_names(op: OpOverload) -> list[str]:
 def as_process_group(value: Any) -> Any:
     """Return the group that a collective's group argument stands for; unknown kinds as given."""
     if isinstance(value, str):
-        return _resolve_process_group(value)
+        return _resolve_process_group(value)  # type: ignore[arg-type]  # a GroupName, which is a str
     if isinstance(value, torch.ScriptObject):  # 2.13.0: how the c10d operators receive it
         return ProcessGroup.unbox(value)
     return value

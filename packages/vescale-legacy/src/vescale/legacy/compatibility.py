@@ -62,8 +62,9 @@ def install() -> None:
         return (conversion.from_local if old else from_local)(*args, **options)
 
     setattr(new_redistribute, MARK, True)
-    DTensor.redistribute, DTensor.to_local = new_redistribute, new_to_local
-    DTensor.from_local = staticmethod(new_from_local)
+    patched: Any = DTensor
+    patched.redistribute, patched.to_local = new_redistribute, new_to_local
+    patched.from_local = staticmethod(new_from_local)
 
 
 def disable_jit_script() -> None:

@@ -77,9 +77,10 @@ class DistributedDataParallel(nn.Module):
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._collect)
         self._ignored = ignored
-        for parameter, dtype in ignored:
-            parameter.main_grad = torch.zeros_like(local_of(parameter), dtype=dtype)
-            parameter.register_post_accumulate_grad_hook(_keep)
+        other: Any
+        for other, dtype in ignored:
+            other.main_grad = torch.zeros_like(local_of(other), dtype=dtype)
+            other.register_post_accumulate_grad_hook(_keep)
 
     @property
     def grad_buffer_param_index_map(self) -> dict[torch.dtype, dict[nn.Parameter, tuple]]:
@@ -117,6 +118,7 @@ class DistributedDataParallel(nn.Module):
         if zero_buffer:
             for buffer in self.grad_buffers.values():
                 buffer.data.zero_()
+            parameter: Any
             for parameter, _ in self._ignored:
                 parameter.main_grad.zero_()
 
@@ -128,7 +130,9 @@ class DistributedDataParallel(nn.Module):
         """Return the same as ``state_dict``."""
         return self.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    def load_state_dict(  # type: ignore[override]  # as the old one: assign= is not there
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Any:
         """Load the state of the module."""
         return self.module.load_state_dict(state_dict, strict=strict)
 
@@ -204,6 +208,6 @@ def _sorted(
     return by_dtype, ignored
 
 
-def _keep(parameter: nn.Parameter) -> None:
+def _keep(parameter: Any) -> None:
     parameter.main_grad.add_(local_of(parameter.grad))
     parameter.grad = None

@@ -52,7 +52,7 @@ class Bucket:
         self._reduced: torch.Tensor | None = None
         self._late.clear()
 
-    def add(self, parameter: nn.Parameter, once: bool) -> None:
+    def add(self, parameter: Any, once: bool) -> None:
         """Move ``parameter.grad`` into the buffer. ``RuntimeError`` after its reduction began."""
         if self.started or (once and parameter in self.arrived):
             raise LegacyStateError(
@@ -77,6 +77,7 @@ class Bucket:
     def start(self) -> None:
         """Start the reduction: the mean, whole, or with ``scatter`` this rank's part."""
         self.started = True
+        parameter: Any
         for parameter, grad in self._late:
             parameter.main_grad.add_(grad)
         self._late.clear()
@@ -119,6 +120,7 @@ class GradBuffer:
         local = [local_of(parameter) for parameter in self.parameters]
         self.layout = lay_out([part.numel() for part in local], bucket_numel, divisor)
         self.data = torch.zeros(self.layout.numel, dtype=dtype, device=local[0].device)
+        parameter: Any
         for parameter, part, slot in zip(self.parameters, local, self.layout.slots, strict=True):
             parameter.main_grad = self.data[slot.start : slot.end].view(part.shape)
         slots = list(zip(self.parameters, self.layout.slots, strict=True))

@@ -4,7 +4,7 @@
 import functools
 import pdb
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 __all__ = ["ForkedPdb"]
 
@@ -17,7 +17,7 @@ class ForkedPdb(pdb.Pdb):
     ranks that share a terminal would share what is typed.
     """
 
-    def interaction(self, *args, **kwargs) -> None:
+    def interaction(self, *args: Any, **kwargs: Any) -> None:
         """Talk to the user; pdb calls it at each stop."""
         before, sys.stdin = sys.stdin, _terminal()
         try:

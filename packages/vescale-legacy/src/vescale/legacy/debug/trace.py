@@ -62,7 +62,9 @@ class OpTrace(TorchDispatchMode):
         """The innermost module running forward or backward, as ``Net.layers.0``; or empty."""
         return max(self._modules.parents - {"Global"}, key=len, default="")
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             if self._handing_on or not self._wanted():
@@ -73,7 +75,7 @@ class OpTrace(TorchDispatchMode):
             self._log_collective(func, *_with_groups(func, args), *kwargs.values())
         return func(*args, **kwargs)
 
-    def _watch(self, func, args, kwargs) -> Any:
+    def _watch(self, func: Any, args: tuple, kwargs: dict) -> Any:
         # Torch turns a mode off while its handler runs. Turn it on again, or the collectives
         # inside this operation would pass unseen; the flag stops the operation itself from
         # coming back here for ever.

@@ -7,6 +7,7 @@ answers in the old names. Axes are called ``dim`` here because the old keywords 
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class VeDeviceMesh:
         self._mesh = init_device_mesh(_device_type(device_type), shape, mesh_dim_names=names)
         return self._mesh
 
-    def get(self, **kwargs) -> DeviceMesh:
+    def get(self, **kwargs: Any) -> DeviceMesh:
         """Return the current mesh; without one, create it with ``init_device_mesh(**kwargs)``.
 
         Keywords are ignored when there is a mesh already.

@@ -72,7 +72,7 @@ def get_fwd_plan(self: nn.Module, path: str) -> Any:
     return state_of(self).forward_plan.get(path)
 
 
-def list_grad_sync(self: nn.Module) -> list[tuple[str, DTensor]]:
+def list_grad_sync(self: nn.Module) -> list[tuple[str, Any]]:
     """Return (name, gradient) of the parameters whose gradient is partial."""
     return [(name, parameter.grad) for name, parameter in partial_gradients(self)]
 

@@ -43,7 +43,9 @@ class _Factory(TorchFunctionMode):
         _open.stack.pop()
         return super().__exit__(*error)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if _open.stack[-1] is self and func in FACTORIES:
             return self.make(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -61,7 +61,7 @@ def install_factory(root: nn.Module, factory: Any, mesh: DeviceMesh) -> None:
             continue
         wanted = factory[type(module)]
         if wanted is False:
-            context = FactoryDispatchModeOff
+            context: Callable = FactoryDispatchModeOff
         else:
             table = replicated(mesh) if wanted is True else _provide_args(mesh, wanted)
             context = functools.partial(FactoryDispatchModeOn, mesh, table)
@@ -94,12 +94,22 @@ def _root_contexts() -> Iterator[DeferReshardMode]:
             deferring.reset(token)
 
 
-def _before(entry, signature, mesh, where, module, args, kwargs):
+def _before(
+    entry: Any,
+    signature: inspect.Signature,
+    mesh: DeviceMesh,
+    where: str,
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict,
+) -> tuple[tuple, dict]:
     with FactoryDispatchModeOff():
         return place_input(entry, signature, args, kwargs, mesh, where)
 
 
-def _after(entry, mesh, where, module, args, out):
+def _after(
+    entry: Any, mesh: DeviceMesh, where: str, module: nn.Module, args: tuple, out: Any
+) -> Any:
     with FactoryDispatchModeOff():
         return place_output(entry, out, mesh, where)
 
@@ -127,7 +137,7 @@ class _Used(torch.autograd.Function):
     """A parameter in another layout; its gradient in its own, or that of ``entry.grad``."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, entry: PlacementsInterface) -> torch.Tensor:
+    def forward(ctx: Any, parameter: Any, entry: PlacementsInterface) -> torch.Tensor:
         ctx.placements = entry.grad or parameter.placements
         out = redistribute_dtensor(
             parameter.detach(), parameter.device_mesh, entry.placements, entry.async_op
@@ -135,5 +145,5 @@ class _Used(torch.autograd.Function):
         return out.view_as(out) if out.placements == parameter.placements else out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None]:
         return redistribute_dtensor(grad, grad.device_mesh, ctx.placements), None

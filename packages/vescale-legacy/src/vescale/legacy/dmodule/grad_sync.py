@@ -29,7 +29,7 @@ def partial_gradients(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @dataclass
 class _Bucket:
-    parameters: list[nn.Parameter]
+    parameters: list[Any]
     flat: torch.Tensor
     work: Any
 
@@ -48,9 +48,9 @@ class GradSync:
         """
         if self._buckets:
             raise RuntimeError("a gradient sync is under way; call finish_grad_sync() first.")
-        groups: dict[Any, list[nn.Parameter]] = {}
+        groups: dict[Any, list[Any]] = {}
         for parameter in parameters:
-            grad = parameter.grad
+            grad: Any = parameter.grad
             axis = _partial_axes(grad)[0]
             key = (grad.device_mesh, axis, grad.placements[axis].reduce_op, grad.dtype)
             groups.setdefault(key, []).append(parameter)
@@ -65,6 +65,7 @@ class GradSync:
         """Wait, and put replicated gradients in the place of the partial ones."""
         buckets, self._buckets = self._buckets, []
         again = []
+        parameter: Any
         for bucket in buckets:
             bucket.work.wait()
             sizes = [parameter.grad.to_local().numel() for parameter in bucket.parameters]
@@ -91,8 +92,9 @@ def _partial_axes(grad: DTensor) -> list[int]:
     return [axis for axis, placement in enumerate(grad.placements) if placement.is_partial()]
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    bucket, nbytes = [], 0
+def _buckets(parameters: list[Any]) -> Iterable[list[Any]]:
+    bucket: list[Any] = []
+    nbytes = 0
     for parameter in parameters:
         size = parameter.grad.to_local().nbytes
         if bucket and nbytes + size > BUCKET_NBYTES:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn the parameters and buffers of a module into DTensors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def distribute_parameters(
     whole = (Replicate(),) * mesh.ndim
     layouts: dict[int, tuple[str, tuple[Placement, ...]]] = {}
     for fqn, tensor, _, _ in _tensors(module):
-        placements = plan[fqn].placements if fqn in plan else whole
+        placements: Any = plan[fqn].placements if fqn in plan else whole
         first, others = layouts.setdefault(id(tensor), (fqn, placements))
         if others != placements:
             raise LegacyValueError(
@@ -46,7 +47,7 @@ def distribute_parameters(
         owner[name] = made[id(tensor)]
 
 
-def _tensors(module: nn.Module):
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Any, str]]:
     for path, submodule in module.named_modules():
         for owner in (submodule._parameters, submodule._buffers):
             for name, tensor in owner.items():

@@ -161,7 +161,7 @@ def _place_fields(plan: Mapping, value: Any, mesh: DeviceMesh, where: str, stric
             for key, inner in value.items()
         }
         return placed if type(value) is dict else type(value)(**placed)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         placed = {
             field.name: _place(
                 plan.get(field.name),

@@ -43,7 +43,9 @@ class DeferReshardMode(TorchFunctionMode):
         """Return ``tree`` with its deferred tensors resharded."""
         return tree_map_only(DTensor, self._resolved, tree)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not self._later or func in ASKING or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)

@@ -73,9 +73,10 @@ def compute_global_tensor_info(
     """
     shape = list(tensor.shape)
     for axis in reversed(range(mesh.ndim)):
-        if not is_sharded(placements[axis]):
+        placement = placements[axis]
+        if not is_sharded(placement):
             continue
-        dim = placements[axis].dim
+        dim = placement.dim
         if meshdim_localtensor_shape is None:
             shape[dim] *= mesh.size(axis)
         else:  # what lies inside this part already counts in it
@@ -120,9 +121,10 @@ def global_shape_of(
     """
     shape = list(tensor.shape)
     for axis in reversed(range(mesh.ndim)):  # an inner axis first: its sum is a part of the outer
-        if not is_sharded(placements[axis]):
+        placement = placements[axis]
+        if not is_sharded(placement):
             continue
-        dim = placements[axis].dim
+        dim = placement.dim
         parts = _gather_shape(tuple(shape), mesh, axis)
         sizes, total = [part[dim] for part in parts], sum(part[dim] for part in parts)
         if isinstance(placements[axis], Shard):

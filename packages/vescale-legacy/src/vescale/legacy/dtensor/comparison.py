@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare two DTensors: what they are, and this rank's data."""
 
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -51,6 +53,6 @@ def _same_metadata(a: DTensor, b: DTensor, exact_device: bool) -> bool:
     )
 
 
-def _locals(a: DTensor, b: DTensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _locals(a: Any, b: Any) -> tuple[torch.Tensor, torch.Tensor]:
     left, right = a.detach().to_local(), b.detach().to_local()
     return left, right.to(left.device) if not (left.is_meta or right.is_meta) else right

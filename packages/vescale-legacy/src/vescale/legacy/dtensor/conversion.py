@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,12 +52,13 @@ def distribute_tensor(
     if isinstance(tensor, DTensor) or not any(p.is_partial() for p in placements):
         return stock.distribute_tensor(tensor, mesh, placements)
     whole = [Replicate() if p.is_partial() else p for p in placements]
-    same = stock.distribute_tensor(tensor, mesh, whole)
+    same: Any = stock.distribute_tensor(tensor, mesh, whole)
     local = keep_on_first(same.detach().to_local(), mesh, placements)
     out = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=same.shape, stride=same.stride()
     )
-    return out.requires_grad_(tensor.requires_grad)
+    out.requires_grad_(tensor.requires_grad)
+    return out
 
 
 def from_local(
@@ -106,7 +108,7 @@ def from_local(
         local_tensor = _same_on_replicas(local_tensor, mesh, placements)
     if not async_input:
         local_tensor = wait_gradient(local_tensor)
-    sizes = {"shape": torch.Size(shape), "stride": tuple(stride)} if shape else {}
+    sizes: dict[str, Any] = {"shape": torch.Size(shape), "stride": tuple(stride)} if shape else {}
     return DTensor.from_local(local_tensor, mesh, placements, run_check=False, **sizes)
 
 
@@ -140,7 +142,8 @@ def keep_on_first(
     partial = [axis for axis, placement in enumerate(placements) if placement.is_partial()]
     if place is None or not any(place[axis] for axis in partial):
         return local
-    op = placements[partial[0]].reduce_op  # torch allows one for a tensor
+    term: Any = placements[partial[0]]
+    op = term.reduce_op  # torch allows one for a tensor
     if op in ("sum", "product"):
         return torch.full_like(local, 0 if op == "sum" else 1)
     return local  # the average, maximum or minimum of a value repeated

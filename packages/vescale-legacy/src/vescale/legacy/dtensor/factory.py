@@ -77,7 +77,7 @@ def arange(
     placements = normalize_placements(placements, mesh.ndim, tensor_ndim=1, none_as_replicate=True)
     check_interleaved(whole.shape, mesh, placements)
     out = stock.distribute_tensor(whole, mesh, _without_partial(placements), src_data_rank=None)
-    return _as_partial(out, placements).requires_grad_(requires_grad)
+    return _as_partial(out, placements).requires_grad_(requires_grad)  # type: ignore[return-value]  # itself
 
 
 def _make(
@@ -100,7 +100,7 @@ def _make(
     out = stock_factory(
         size, *value, dtype=dtype, device_mesh=mesh, placements=_without_partial(placements)
     )
-    return _as_partial(out, placements).requires_grad_(requires_grad)
+    return _as_partial(out, placements).requires_grad_(requires_grad)  # type: ignore[return-value]  # itself
 
 
 def _draw(fill: str, size: tuple, options: dict[str, Any]) -> DTensor:
@@ -112,7 +112,7 @@ def _draw(fill: str, size: tuple, options: dict[str, Any]) -> DTensor:
     out = empty(*size, device_mesh=mesh, placements=_without_partial(placements), **options)
     with use_mode("device" if single_device_rand() else "off"):
         getattr(out, fill)()
-    return _as_partial(out, placements).requires_grad_(requires_grad)
+    return _as_partial(out, placements).requires_grad_(requires_grad)  # type: ignore[return-value]  # itself
 
 
 def _size(size: tuple) -> torch.Size:

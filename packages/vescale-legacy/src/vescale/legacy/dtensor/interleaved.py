@@ -6,7 +6,8 @@ other. Seen as [n, k, m] that is an ordinary even shard of dim d of a permuted t
 change of layout here is one of torch's for ``Shard``, and a local reordering.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -129,14 +130,18 @@ class InterleavedOps(TorchFunctionMode):
     fit; every other call goes to torch.
     """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         found = None if rule is None else rule(*args, **kwargs)
         return func(*args, **kwargs) if found is None else found
 
 
-def _split(tensor, split_size_or_sections=None, dim=0, *, split_size=None):
+def _split(
+    tensor: Any, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None
+) -> Any:
     sizes = split_size if split_size_or_sections is None else split_size_or_sections
     if not _interleaved_on(tensor, dim):
         return None
@@ -148,20 +153,20 @@ def _split(tensor, split_size_or_sections=None, dim=0, *, split_size=None):
     return tuple(split(tensor, sizes, dim))
 
 
-def _chunk(input, chunks, dim=0):
+def _chunk(input: Any, chunks: int, dim: int = 0) -> Any:
     if not isinstance(input, DTensor) or chunks < 1:
         return None
     return _split(input, -(-input.size(dim) // chunks), dim)
 
 
-def _cat(tensors, dim=0, *, axis=None, out=None):
+def _cat(tensors: Any, dim: int = 0, *, axis: int | None = None, out: Any = None) -> Any:
     dim = dim if axis is None else axis
     if out is not None or not all(isinstance(x, DTensor) and x.ndim for x in tensors):
         return None
     return None if _why_not_cat(tensors, dim) else cat(tensors, dim)
 
 
-_RULES = {
+_RULES: dict[Any, Callable] = {
     torch.split: _split,
     torch.Tensor.split: _split,
     torch.chunk: _chunk,
@@ -194,7 +199,7 @@ def _shard(dim: int, pieces: int) -> Placement:
     return Shard(dim) if pieces == 1 else InterleavedShard(dim, pieces)
 
 
-def _part(local: torch.Tensor, like: DTensor, placements, shape: torch.Size) -> DTensor:
+def _part(local: torch.Tensor, like: DTensor, placements: Any, shape: torch.Size) -> DTensor:
     return DTensor.from_local(
         local,
         like.device_mesh,

@@ -5,7 +5,7 @@
 calling one makes a placement of torch, and ``isinstance`` knows those that torch makes itself.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,13 @@ _OPS = (
 )
 
 
+if TYPE_CHECKING:  # what calling the classes below returns
+    _PartialBase = stock.Partial
+    _InterleavedBase = _StridedShard
+else:
+    _PartialBase = _InterleavedBase = object
+
+
 class _PartialFront(type):
     def __call__(cls, reduce_op: Any = "sum") -> stock.Partial:
         for op, name in _OPS:
@@ -56,12 +63,16 @@ class _PartialFront(type):
         return isinstance(instance, stock.Partial)
 
 
-class Partial(metaclass=_PartialFront):
+class Partial(_PartialBase, metaclass=_PartialFront):
     """``Partial(reduce_op=ReduceOp.SUM)``: each rank holds a term of the value.
 
     Takes a ``torch.distributed.ReduceOp`` or its lower-case name; returns torch's ``Partial``,
     whose ``reduce_op`` is the name.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, reduce_op: Any = "sum") -> None: ...
 
 
 class _InterleavedFront(type):
@@ -77,17 +88,21 @@ class _InterleavedFront(type):
         return isinstance(instance, _StridedShard)
 
 
-class InterleavedShard(metaclass=_InterleavedFront):
+class InterleavedShard(_InterleavedBase, metaclass=_InterleavedFront):
     """``InterleavedShard(dim, interleaved_size)``: cut ``dim`` into pieces, and each among ranks.
 
     Returns torch's placement of this layout. Ask ``interleaved_size(p)`` for the number of
     pieces. It never equals ``Shard(dim)``, and is no instance of ``Shard``.
     """
 
+    if TYPE_CHECKING:
+
+        def __init__(self, dim: int, interleaved_size: int) -> None: ...
+
 
 def is_interleaved_shard(
     placement: Placement, dim: int | None = None, interleaved_size: int | None = None
-) -> bool:
+) -> TypeGuard[_StridedShard]:
     """Tell whether ``placement`` is interleaved, on ``dim`` and in this many pieces if given."""
     return (
         isinstance(placement, _StridedShard)
@@ -105,7 +120,7 @@ def interleaved_size(placement: Placement) -> int:
     raise LegacyValueError(f"{placement} cuts no dim; expected a Shard or InterleavedShard.")
 
 
-def is_sharded(placement: Placement, dim: int | None = None) -> bool:
+def is_sharded(placement: Placement, dim: int | None = None) -> TypeGuard[Shard | _StridedShard]:
     """Tell whether ``placement`` is ``Shard`` or ``InterleavedShard``, on ``dim`` if given."""
     return isinstance(placement, Shard | _StridedShard) and dim in (None, placement.dim)
 

@@ -198,7 +198,7 @@ def _even(placement: Placement) -> Placement:
     return Shard(placement.dim) if is_interleaved_shard(placement) else placement
 
 
-def _reorder(x: DTensor, order: Callable, placement: Placement, ranks: int) -> DTensor:
+def _reorder(x: DTensor, order: Callable, placement: Any, ranks: int) -> DTensor:
     local = order(x.to_local(), placement.dim, interleaved_size(placement), ranks)
     return interleaved.with_local(x, local)
 

@@ -27,7 +27,7 @@ def wait_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
         done = tensor.wait()
         return done.view_as(done)
 

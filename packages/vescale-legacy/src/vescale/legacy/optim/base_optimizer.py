@@ -80,6 +80,7 @@ class BasicOptimizer:
 
     def step(self, closure: Callable | None = None) -> Any:
         """Reduce the partial gradients of DModules, and step. DDP has reduced its own."""
+        module: Any
         for module in dmodules(self.models):
             module.start_grad_sync()
             module.finish_grad_sync()
@@ -102,7 +103,7 @@ class BasicOptimizer:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load it into the inner optimizer."""
-        self.optimizer.load_state_dict(state_dict)
+        self.optimizer.load_state_dict(state_dict)  # type: ignore[arg-type]  # any mapping does
 
     def get_loss_scale(self) -> float:
         """Return 1.0: losses are not scaled."""

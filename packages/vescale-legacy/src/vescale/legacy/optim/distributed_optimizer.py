@@ -195,7 +195,7 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
 
-def _check_models(models: Sequence[nn.Module]) -> None:
+def _check_models(models: Sequence[Any]) -> None:
     if not models or not all(isinstance(model, DistributedDataParallel) for model in models):
         raise LegacyValueError(
             f"models={[type(model).__name__ for model in models]}: expected one or more "

@@ -23,7 +23,7 @@ class RowParallelLinear:
     """The forward of ``nn.Linear`` with a weight cut on its input dim."""
 
     @staticmethod
-    def forward(module: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    def forward(module: Any, input: torch.Tensor) -> torch.Tensor:
         """Return the product, brought to the output plan, and then the bias added."""
         entry, mesh = module._legacy_output_plan
         return place_tensor(F.linear(input, module.weight), entry, mesh) + module.bias
@@ -59,8 +59,9 @@ def patch_row_parallel_linear(
                 stacklevel=3,
             )
             continue
-        module._legacy_output_plan = (entry, mesh)
-        module.forward = types.MethodType(_forward, module)
+        patched: Any = module
+        patched._legacy_output_plan = (entry, mesh)
+        patched.forward = types.MethodType(_forward, module)
 
 
 def _forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,8 @@ def patch_vocab_parallel_cross_entropy(
                 stacklevel=3,
             )
             continue
-        module.forward = types.MethodType(_forward, module)
+        patched: Any = module
+        patched.forward = types.MethodType(_forward, module)
 
 
 def _forward(self: nn.CrossEntropyLoss, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ class VocabParallelEmbedding:
     """The forward of ``nn.Embedding`` with a weight under S(0) on one mesh dim."""
 
     @staticmethod
-    def forward(module: nn.Embedding, input: torch.Tensor) -> DTensor:
+    def forward(module: Any, input: torch.Tensor) -> DTensor:
         """Return the rows of replicated indices ``input``, replicated: one all-reduce."""
         weight, mesh = module.weight, module.weight.device_mesh
         if isinstance(input, DTensor):
@@ -40,7 +40,7 @@ class VocabParallelEmbedding:
         outside = (input < first) | (input >= first + local.size(0))
         rows = F.embedding((input - first).masked_fill(outside, 0), local)
         rows = rows.masked_fill(outside.unsqueeze(-1), 0.0)
-        terms = [Replicate()] * mesh.ndim
+        terms: list = [Replicate()] * mesh.ndim
         terms[axis] = Partial()
         out = DTensor.from_local(rows, mesh, terms, run_check=False)
         return redistribute_dtensor(out, mesh, [Replicate()] * mesh.ndim)
@@ -62,6 +62,7 @@ def patch_vocab_parallel_embedding(
         cuts = [axis for axis, placement in enumerate(weight.placements) if placement.is_shard(0)]
         if not cuts:
             continue
+        patched: Any = module
         problem = _problem(module, forward_plan.get(f"{path}.input" if path else "input"))
         if len(cuts) > 1 or any(
             not placement.is_replicate()
@@ -71,15 +72,15 @@ def patch_vocab_parallel_embedding(
             problem = f"its weight is under {weight.placements}"
         if problem is not None:
             warnings.warn(f"{path} is not patched: {problem}; calling it will raise.", stacklevel=3)
-            module._legacy_problem = f"{path} is a row-wise sharded embedding, and {problem}"
-            module.forward = types.MethodType(_refuse, module)
+            patched._legacy_problem = f"{path} is a row-wise sharded embedding, and {problem}"
+            patched.forward = types.MethodType(_refuse, module)
             continue
         if weight.size(0) % mesh.size(cuts[0]):
             raise LegacyValueError(
                 f"{path}: a vocabulary of {weight.size(0)} does not divide by the "
                 f"{mesh.size(cuts[0])} ranks of mesh dim {cuts[0]}; pad it."
             )
-        module.forward = types.MethodType(_forward, module)
+        patched.forward = types.MethodType(_forward, module)
 
 
 def _problem(module: nn.Embedding, entry: Any) -> str | None:
