@@ -144,7 +144,7 @@ class CheckpointManager:
         share_error("save", error, self._group)
         if named:
             state[OPTIMIZER] = get_optimizer_state_dict(model, optimizers)
-        alike = {key: state[key] for key in (MODEL, OPTIMIZER) if key in state}
+        alike: dict[str, Any] = {key: state[key] for key in (MODEL, OPTIMIZER) if key in state}
         alike |= {"step": step, "progress": from_json(progress)}
         check_alike(alike, self._group, same_keys=self._same_keys)
         job = Job(self.folder, step, progress, self._keep_last, self._checksums, self._group)

@@ -69,12 +69,12 @@ def read(
     try:
         with waiting("read of a checkpoint", group=group):
             dcp.load(state, checkpoint_id=path, process_group=group)
-    except CheckpointException as error:
-        rank, (reason, *_) = next(iter(error.failures.items()))
+    except CheckpointException as failed:
+        rank, (reason, *_) = next(iter(failed.failures.items()))
         raise RuntimeError(
             f"{path} cannot be read, rank {rank} says: {reason!r}. Tensors may have been "
             "overwritten: load another checkpoint before going on."
-        ) from error
+        ) from failed
     try:
         set_extra_states(model, state[MODEL], absent)
     except Exception as caught:
